@@ -26,7 +26,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all setup format lint typecheck docs pytest wheel release test-newest \
-	test-nightly test-extras test-installs test-gpu fuzz mutants clean
+	test-nightly test-extras test-installs test-gpu bench-check fuzz mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -88,6 +88,9 @@ test-installs: wheel  ## follow the quick starts in fresh environments (eight mi
 
 test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (with EXTRA=cuda12 or cuda13)
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+bench-check: $(VENV)/.dev  ## compare the head's time and memory on a GPU with the shipped results (with EXTRA=cuda12 or cuda13)
+	@$(PY) -m experiments.bench check
 
 fuzz: $(VENV)/.dev  ## try new examples of what tests draw for MINUTES=5, and keep those that fail
 	@$(PY) -m pytest -p tests.fuzzing -n $(WORKERS) -m "drawn and not gpu" --hypothesis-profile=fuzz --minutes=$(MINUTES) $(ARGS)

@@ -36,6 +36,12 @@ from tests import memory_maps
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=6, print_blob=True)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=25)
 hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=3)
+# For a fault that was planted: whether a test fails, not by which least example.
+hypothesis.settings.register_profile(
+    "mutants",
+    parent=hypothesis.settings.get_profile("default"),
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 # `make fuzz` repeats it. New examples each time, and those that failed before.
 hypothesis.settings.register_profile(
     "fuzz",

@@ -1,6 +1,6 @@
 """Plants faults in a copy of the project, one at a time, and shows which test finds each.
 
-usage: python tools/mutants.py [NAME ...]       (of the faults whose name has one of these words in it; all by default)
+usage: python tools/mutants.py [WORD ...]       (the faults with one of these words in name or file; all by default)
 
 `mutants.toml` lists them: a file, the text that goes, the text that takes its place, and the tests of its layer. Those
 run until the first failure. A fault that no test finds, or whose old text is not exactly once in the file, fails the
@@ -24,13 +24,14 @@ LONGEST_SECONDS = 1800
 
 
 class Mutant(NamedTuple):
-    """One fault: `old` in `file` becomes `new`, which one of `tests`, arguments of pytest, is to find."""
+    """One fault: `old` in `file` becomes `new`, which one of `tests` is to find, `only` in cases that -k chooses."""
 
-    name: str
     file: str
+    name: str
     old: str
     new: str
-    tests: list[str]
+    tests: str
+    only: str = ""
 
     def planted(self, text: str) -> str:
         """The text of its file with the fault.
@@ -48,7 +49,8 @@ class Mutant(NamedTuple):
 
 def read(path: Path) -> list[Mutant]:
     """The faults of a list."""
-    return [Mutant(name, **entry) for name, entry in tomllib.loads(path.read_text()).items()]
+    by_file = tomllib.loads(path.read_text())
+    return [Mutant(file, name, **row) for file, rows in by_file.items() for name, row in rows.items()]
 
 
 def copy_project(to: Path) -> None:
@@ -60,9 +62,11 @@ def copy_project(to: Path) -> None:
             shutil.copy2(ROOT / name, to / name)
 
 
-def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
+def run_tests(folder: Path, mutant: Mutant) -> tuple[int, str]:
     """Exit status of pytest, and what it said, in the copy; a run that does not end counts as a failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    tests = [f"tests/{name}" for name in mutant.tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["--hypothesis-profile=mutants", *tests, "-k", mutant.only]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
     try:
         done = subprocess.run(
@@ -89,7 +93,7 @@ def found_by(status: int, said: str) -> str | None:
 
 def main(words: list[str]) -> int:
     """Plants the chosen faults, prints a table and returns how many no test found."""
-    chosen = [x for x in read(LIST) if not words or any(word in x.name for word in words)]
+    chosen = [x for x in read(LIST) if not words or any(word in x.name + x.file for word in words)]
     for mutant in chosen:
         mutant.planted((ROOT / mutant.file).read_text())  # before any test runs
     table = []
@@ -100,10 +104,10 @@ def main(words: list[str]) -> int:
             place, start = folder / mutant.file, time.monotonic()
             sound = place.read_text()
             place.write_text(mutant.planted(sound))
-            finder = found_by(*run_tests(folder, mutant.tests))
+            finder = found_by(*run_tests(folder, mutant))
             place.write_text(sound)
             table.append((mutant, finder, time.monotonic() - start))
-            print(f"{mutant.name}: {'found' if finder else 'NOT FOUND'}", flush=True)
+            print(f"{mutant.name}: {f'found by {finder}' if finder else 'NOT FOUND'}", flush=True)
     print("\n| fault | file | found by | s |\n| --- | --- | --- | --- |")
     for mutant, finder, seconds in table:
         print(f"| {mutant.name} | {mutant.file} | {finder or '**none**'} | {seconds:.0f} |")

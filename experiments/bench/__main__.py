@@ -2,8 +2,8 @@
 
 NAME is a module of `experiments.bench` that measures; `NAME --help` prints what it measures, and its options. Each
 point is written to a JSON file under `experiments/results/` when it is measured; the same command goes on where one
-ended.
-`gpu_report` makes tables and plots of all result files beside them, and `site` makes the documentation's.
+ended. `gpu_report` makes tables and plots of all result files beside them, `site` the documentation's, and `check`
+tells whether the head is worse on this GPU than the files say.
 """
 
 import argparse
@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from experiments.bench import report, results
+from experiments.bench import check, report, results
 from experiments.bench.processes import apart
 
 MEASURING = (
-    *("gpu_head", "gpu_losses", "gpu_scaling", "cpu_head", "compare_versions", "paper_table", "peers"),
+    *("gpu_head", "gpu_losses", "gpu_scaling", "cpu_head", "paper_table", "peers"),
     *("torch_gpu", "selective_log_softmax", "pipeline_memory", "huggingface_table", "train_speed", "training_evidence"),
 )
 PAGES = {"gpu_report": report.write, "site": report.write_site}
+OF_FILES = {**PAGES, "check": check.run}
 
 
 def positive(word: str) -> int:
@@ -35,20 +36,24 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "experiments.bench", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=(*MEASURING, *PAGES), metavar="NAME", help=", ".join((*MEASURING, *PAGES)))
+    names = (*MEASURING, *OF_FILES)
+    parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("options", nargs=argparse.REMAINDER)
     given = parser.parse_args(words)
     try:
-        return (_write if given.name in PAGES else _measure)(given.name, given.options)
+        return (_read if given.name in OF_FILES else _measure)(given.name, given.options)
     except results.ResultError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _write(name: str, words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(f"experiments.bench {name}", description=PAGES[name].__doc__)
+def _read(name: str, words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(f"experiments.bench {name}", description=OF_FILES[name].__doc__)
     parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where result files are")
-    print("\n".join(map(str, PAGES[name](parser.parse_args(words).folder))))
+    folder = parser.parse_args(words).folder
+    if name not in PAGES:
+        return check.run(folder)
+    print("\n".join(map(str, PAGES[name](folder))))
     return 0
 
 

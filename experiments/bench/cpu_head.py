@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from experiments.bench.programs import both, canonical, inputs, ours
 from experiments.bench.results import Point, Record, ResultFile
-from experiments.bench.sections import dry
+from experiments.bench.sections import sized
 from experiments.bench.timing import compiled_in_turn
 
 SHAPE = (2048, 32768, 512)
@@ -17,7 +17,7 @@ SHAPE = (2048, 32768, 512)
 
 def measure(options: argparse.Namespace) -> Record:
     """Medians, temporary memory, and the ratio of times to the canonical loss's."""
-    n, v, h = dry(SHAPE) if options.dry_run else SHAPE
+    n, v, h = sized(SHAPE, options)
     losses = {"canonical": canonical} | {mode: ours("xla", backward=mode) for mode in ("in_forward", "recompute")}
     programs = {name: both(loss) for name, loss in losses.items()}
     data = inputs(n, v, h, jnp.float32)

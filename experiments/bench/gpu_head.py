@@ -68,14 +68,14 @@ def modes(implementation: Implementation | None) -> dict[str, Program]:
     return {"forward": ours(implementation)} | {mode: both(ours(implementation, backward=mode)) for mode in _MODES}
 
 
+def passes(serve: Serve, _: Shape, name: Implementation | None = None) -> dict[str, Program]:
+    """Every pass by one implementation, or by default."""
+    return modes(serve(name))
+
+
 def standard(serve: Serve, _: Shape, name: Implementation | None = "mosaic_gpu") -> dict[str, Program]:
     """What the grid compares."""
     return modes(serve(name)) | {"forward canonical": canonical, "canonical": both(canonical)}
-
-
-def by_default(serve: Serve, shape: Shape) -> dict[str, Program]:
-    """The same as users get it: the Hopper kernels cannot read every head."""
-    return standard(serve, shape, None)
 
 
 def variants(serve: Serve, shape: Shape) -> dict[str, Program]:
@@ -208,21 +208,19 @@ _by_pointers = functools.partial(_measure_patched, configs, _AMPERE_TILES)
 _as_on_ampere = functools.partial(_measure_patched, binding, {"capability": lambda: 80})
 
 
-def by_triton(serve: Serve, _: Shape) -> dict[str, Program]:
-    """Every pass by Triton."""
-    return modes(serve("triton"))
-
+_by_triton = functools.partial(passes, name="triton")
 
 SECTIONS = {
     "compile": [Case("compile", (8192, 131072, 4096), standard, lambda *given: timing.compile_seconds(*given))],
     "grid": [Case(f"{n}x{v}", (n, v, h), standard) for n, v, h in GRID],
-    "heads": [Case(model, shape, by_default) for model, shape in HEADS.items()],
+    # By default: the Hopper kernels cannot read every head.
+    "heads": [Case(model, shape, functools.partial(standard, name=None)) for model, shape in HEADS.items()],
     "options": [Case("options", OPTIONS_SHAPE, variants)],
     "masked": [Case(f"{n}x{v}x{h}", (n, v, h), masked) for n, v, h in _MASKED_SHAPES],
     "implementations": [Case(f"{n}x{v}x{h}", (n, v, h), functools.partial(by_each, _ALL)) for n, v, h in _COMPARED],
-    "triton": [Case(f"{n}x{v}", (n, v, h), by_triton) for n, v, h in GRID],
-    "pointers": [Case(f"{n}x{v}", (n, v, h), by_triton, _by_pointers) for n, v, h in GRID],
-    "ampere": [Case(f"{n}x{v}", (n, v, h), by_triton, _as_on_ampere) for n, v, h in GRID],
+    "triton": [Case(f"{n}x{v}", (n, v, h), _by_triton) for n, v, h in GRID],
+    "pointers": [Case(f"{n}x{v}", (n, v, h), _by_triton, _by_pointers) for n, v, h in GRID],
+    "ampere": [Case(f"{n}x{v}", (n, v, h), _by_triton, _as_on_ampere) for n, v, h in GRID],
     "targets": [Case("targets", (8192, 131072, 4096), targets_and_temperatures)],
     "float32": [
         Case(name, (4096, 65536, 2048), functools.partial(by_each, _ALL[1:]), functools.partial(_measure_float32, name))

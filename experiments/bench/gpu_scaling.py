@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.bench import programs
 from experiments.bench.programs import Program, Shape, bare, both, ours
 from experiments.bench.results import Point, Record, ResultFile
-from experiments.bench.sections import dry
+from experiments.bench.sections import sized
 from experiments.bench.timing import in_turn, of_series
 
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
@@ -121,6 +121,6 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
     there = jax.device_count()
     if there < 2:
         options.usage_error(f"there is {there} device; scaling needs at least 2")
-    shape = dry(SHAPE) if options.dry_run else SHAPE
+    shape = sized(SHAPE, options)
     points = {n: [Point(f"{n} GPUs", functools.partial(measure, n, shape, options.rounds))] for n in (2, 4, 8)}
     return [ResultFile(f"gpu_scaling_{gpus}", points[gpus], "gpu_scaling") for gpus in points if gpus <= there]

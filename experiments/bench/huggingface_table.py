@@ -34,7 +34,7 @@ from experiments.bench.peers import GRADIENT_TOLERANCE, LOSS_TOLERANCE, PEERS, f
 from experiments.bench.processes import apart
 from experiments.bench.results import Point, Record, ResultFile, versions
 from experiments.bench.torch_timing import synchronize, used_bytes, used_peaks
-from experiments.lm.programs_kept import programs_kept_in
+from experiments.lm.programs_kept import programs_kept
 
 APART = True
 
@@ -127,7 +127,7 @@ def train(folder: Path, setting: Setting, variant: str, device: str) -> Record:
     `first_step_seconds` has the patching in it, `driver_mib` is beyond what the device had in use before.
     """
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    with programs_kept_in(folder):
+    with programs_kept(folder, anyway=True):
         return trained(setting, variant, device)
 
 

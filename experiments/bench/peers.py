@@ -22,7 +22,7 @@ from experiments.bench import timing
 from experiments.bench.gpu_head import GRID, HEADS, modes
 from experiments.bench.programs import BARE, FORWARD, IN_FORWARD, THREE, Shape
 from experiments.bench.results import Point, Record, ResultFile, versions
-from experiments.bench.sections import CLOCK, dry
+from experiments.bench.sections import CLOCK, sized
 from experiments.bench.torch_timing import inputs, peak_bytes, synchronize
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
@@ -212,12 +212,7 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
     chosen = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
     shapes: dict[str, Shape] = {f"{n}x{v}": (n, v, h) for n, v, h in GRID} | HEADS
     points = [
-        Point(
-            name,
-            functools.partial(
-                measure, dry(shape) if options.dry_run else shape, chosen, options.rounds, options.device
-            ),
-        )
+        Point(name, functools.partial(measure, sized(shape, options), chosen, options.rounds, options.device))
         for name, shape in shapes.items()
     ]
     packages = versions(sorted({peer.package for peer in PEERS} | {"triton"}))

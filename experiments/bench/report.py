@@ -97,8 +97,6 @@ def _by_point(document: Row) -> str:
 def _cell(result: Mapping[str, Any]) -> str:
     if "compile_seconds" in result:
         return f"{result['compile_seconds']:.2f} s, {result['untuned_seconds']:.2f} s without autotuning"
-    if "other_ms" in result:
-        return f"{result['this_ms']:.3f} and {result['other_ms']:.3f} ms ({result['ratio']:.4f})"
     ratio = f" ({result['ratio']:.3f})" if "ratio" in result else ""
     if "share" in result:
         ratio = f" ({result['share']:.2f} of a copy's rate)"

@@ -29,9 +29,9 @@ class Case(NamedTuple):
     measure: Callable[..., Record] = lambda *given: timing.measure(*given)
 
 
-def dry(shape: Shape) -> Shape:
-    """The sizes that a dry run measures in place of these."""
-    n, v, h = (max(16, size // _DRY_DIVISOR) for size in shape)
+def sized(shape: Shape, options: argparse.Namespace) -> Shape:
+    """The shape, or the smaller one that a dry run measures in its place."""
+    n, v, h = (max(16, size // _DRY_DIVISOR) if options.dry_run else size for size in shape)
     return n, v, h
 
 
@@ -39,7 +39,7 @@ def points(cases: list[Case], options: argparse.Namespace) -> list[Point]:
     """Of these cases, of their size or a dry run's."""
 
     def measured(case: Case) -> Record:
-        shape = dry(case.shape) if options.dry_run else case.shape
+        shape = sized(case.shape, options)
         programs = case.programs((lambda name: "xla") if options.dry_run else (lambda name: name), shape)
         return case.measure(shape, programs, options.rounds)
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.programs import BARE, THREE, Program, Shape, bare, for_hidden, for_weight, inputs
+from experiments.bench.programs import BARE, FORWARD, THREE, Program, Shape, bare, for_hidden, for_weight, inputs
 
 # Programs whose compilation is timed differ by this number of vocabulary entries. With other steps, or by rows, their
 # kernels would be others than the shape's own.
@@ -133,19 +133,29 @@ def compiled_in_turn[Name](
     return found
 
 
+def floor(program: str) -> tuple[str, ...]:
+    """The bare products that a program is compared with: one where its name begins with "forward", else three."""
+    return (BARE,) if program.startswith(FORWARD) else THREE
+
+
+def ratios(found: Mapping[str, Mapping[str, Any]], program: str) -> list[float]:
+    """The program's ratio to its bare products in each round, whose clocks they share."""
+    bare = zip(*(found[name]["samples"] for name in floor(program)), strict=True)
+    return [taken / sum(products) for taken, products in zip(found[program]["samples"], bare, strict=True)]
+
+
 def with_ratios(found: dict[str, dict[str, Any]]) -> None:
-    """Adds each program's `ratio` to the bare product where its name begins with "forward", else to all three."""
-    three = sum(found[name]["ms"] for name in THREE)
+    """Adds each program's `ratio` to its bare products."""
     for name, result in found.items():
         if name not in THREE:
-            result["ratio"] = result["ms"] / (found[BARE]["ms"] if name.startswith("forward") else three)
+            result["ratio"] = result["ms"] / sum(found[bare]["ms"] for bare in floor(name))
 
 
 def measure(shape: Shape, extra: dict[str, Program], rounds: int, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """The bare products and `extra` programs at one shape, of operands of `dtype`.
 
-    Of each program `ms`, `samples`, `temporary_mib`, and the `ratio` to the bare product where its name begins with
-    "forward", else to all three; `left_out` says of those that memory does not suffice for why they have no results.
+    Of each program `ms`, `samples`, `temporary_mib`, and the `ratio` to its bare products; `left_out` says of those
+    that memory does not suffice for why they have no results.
     """
     n, v, h = shape
     data = inputs(n, v, h, dtype)

@@ -29,7 +29,7 @@ from experiments.bench.processes import apart
 from experiments.bench.programs import Shape, both, ours
 from experiments.bench.programs import inputs as inputs_in_jax
 from experiments.bench.results import Point, Record, ResultFile
-from experiments.bench.sections import dry
+from experiments.bench.sections import sized
 from experiments.bench.torch_timing import inputs, peak_bytes, synchronize, used_bytes, used_peaks
 from torch_bridge.memory import SHARING
 
@@ -226,17 +226,14 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
         "memory": ([_USUAL], memory),
     }
 
-    def sizes(shape: Shape) -> Shape:
-        return dry(shape) if options.dry_run else shape
-
     points = [
-        Point(f"given {n}x{v}", functools.partial(stored_losses, sizes((n, v, h)), device, rounds))
+        Point(f"given {n}x{v}", functools.partial(stored_losses, sized((n, v, h), options), device, rounds))
         for n, v, h in _STORED
     ]
     for kind, (shapes, measure) in kinds.items():
         for shape, mode in itertools.product(shapes, ("in_forward", "recompute")):
             setting = Setting(implementation, mode, device)
             name = f"{kind} {'x'.join(map(str, shape))} {mode}"
-            points.append(Point(name, functools.partial(measure, sizes(shape), setting)))
+            points.append(Point(name, functools.partial(measure, sized(shape, options), setting)))
     facts = {"torch": torch.__version__, "implementation": implementation, "calls": calls}
     return [ResultFile("torch_gpu", points, "torch_gpu", facts)]

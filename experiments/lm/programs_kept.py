@@ -9,20 +9,14 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 @contextlib.contextmanager
-def programs_kept(folder: Path) -> Iterator[None]:
+def programs_kept(folder: Path, *, anyway: bool = False) -> Iterator[None]:
     """Within the block, programs are read from the folder instead of compiled, and those compiled are kept there.
 
-    A folder that JAX was already told of, by `JAX_COMPILATION_CACHE_DIR`, is used instead.
+    A folder that JAX was already told of, by `JAX_COMPILATION_CACHE_DIR`, is used instead, but not `anyway`.
     """
-    with contextlib.nullcontext() if jax.config.jax_compilation_cache_dir else programs_kept_in(folder):
-        yield
-
-
-@contextlib.contextmanager
-def programs_kept_in(folder: Path) -> Iterator[None]:
-    """`programs_kept`, in this folder whatever JAX was told."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    _set(str(folder), 0.0)  # also those that compile in less than a second: a training has dozens of them
+    if not before[0] or anyway:
+        _set(str(folder), 0.0)  # also those that compile in less than a second: a training has dozens of them
     try:
         yield
     finally:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import pytest
 
-from experiments.bench import compare_versions, gpu_head, paper_table, timing, train_speed, training_evidence, trainings
+from experiments.bench import check, gpu_head, paper_table, results, timing, train_speed, training_evidence, trainings
 from experiments.bench.__main__ import main
-from experiments.bench.gpu_head import GRID, SECTIONS
+from experiments.bench.gpu_head import SECTIONS
 from experiments.bench.paper_table import TABLE
 from experiments.bench.processes import apart
 from experiments.lm.config import TrainConfig
@@ -39,7 +39,6 @@ def dry_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
         ("gpu_head", []),
         ("gpu_losses", ["log_probs", "top_k"]),
         ("paper_table", []),
-        ("compare_versions", ["pallas_ce"]),
     ],
 )
 def test_every_program_of_a_command_can_be_timed(
@@ -48,8 +47,6 @@ def test_every_program_of_a_command_can_be_timed(
     monkeypatch.setattr(timing, "compiled_in_turn", traced)
     monkeypatch.setattr(gpu_head, "SECTIONS", {section: cases[:1] for section, cases in SECTIONS.items()})
     monkeypatch.setattr(paper_table, "TABLE", dict(list(TABLE.items())[:2]))
-    monkeypatch.setattr(compare_versions, "GRID", GRID[:1])
-    monkeypatch.setattr(compare_versions, "HEADS", {})
     monkeypatch.setattr(timing, "compile_seconds", lambda _, programs, __: {"results": {n: {} for n in programs}})
     found = dry_run(name, tmp_path, *words)
     sections = list(SECTIONS) if name == "gpu_head" else words if name == "gpu_losses" else [""]
@@ -149,6 +146,58 @@ def test_words_that_make_no_sense_are_refused(words: list[str], said: str, capsy
 def test_without_a_gpu_the_command_says_what_would_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpu_head"]) == 2
     assert "--dry-run shows on a CPU that it works" in capsys.readouterr().err
+
+
+def test_what_is_checked_has_been_measured() -> None:
+    for name, case in check.CASES.items():
+        point = results.read(results.FOLDER / f"{name}.json")["points"][case.name]
+        assert tuple(point[size] for size in "nvh") == case.shape
+        assert set(case.programs(lambda name: name, case.shape)) < set(point["results"])
+
+
+@pytest.mark.parametrize(
+    ("now", "status", "said"),
+    [
+        ({}, 0, "as before"),
+        ({"ms": 1.03}, 0, "as before"),
+        ({"ms": 1.05}, 1, "slower"),
+        ({"ms": 0.9}, 0, "faster"),
+        ({"mib": 64.5}, 0, "as before"),
+        ({"ms": 1.05, "mib": 65.5}, 1, "slower, more memory"),
+        ({"jitter": 0.2}, 1, "too unsteady to be judged"),
+        ({"device": "NVIDIA H100"}, 0, "skipped"),
+    ],
+)
+def test_the_head_is_compared_with_result_files_of_the_same_gpu(
+    now: Any, status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def record(ms: float = 1.0, mib: float = 64.0, jitter: float = 0.01) -> dict[str, Any]:
+        steady = {"ms": 10.0, "samples": [10.0] * 10, "temporary_mib": 32.0}
+        taken = {"samples": [10.0 * ms * (1 + jitter * (-1) ** i) for i in range(10)], "temporary_mib": mib}
+        return {"results": dict.fromkeys(timing.THREE, steady) | {"forward": taken}, "left_out": {}}
+
+    machine = {"device": "NVIDIA H200"}
+    for name, case in check.CASES.items():
+        document = {"command": "", "machine": machine, "points": {case.name: record()}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    monkeypatch.setattr(results, "describe", lambda: {"device": now.pop("device", "NVIDIA H200")})
+    monkeypatch.setattr(timing, "measure", lambda *_: record(**now))
+    assert main(["check", "--folder", str(tmp_path)]) == status
+    assert said in capsys.readouterr().out
+
+
+def test_a_check_on_a_cpu_is_skipped_or_against_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert main(["check"]) == 0
+    assert "is skipped" in capsys.readouterr().out
+    monkeypatch.setattr(check, "ROUNDS", 2)
+    monkeypatch.setattr(timing, "compiled_in_turn", traced)
+    cases = {name.removeprefix("gpu_head_"): [case] for name, case in check.CASES.items()}
+    monkeypatch.setattr(gpu_head, "SECTIONS", cases)
+    dry_run("gpu_head", tmp_path, *cases)
+    assert main(["check", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("as before") == 6
 
 
 def test_rounds_go_in_either_direction_and_the_first_is_not_counted() -> None:

@@ -48,3 +48,9 @@ def test_validation_batches_are_of_equal_shape_and_hold_every_row_once() -> None
 def test_the_unigram_entropy_is_that_of_the_tokens_own_distribution() -> None:
     assert packing.unigram_entropy(np.array([7, 7, 7, 7])) == 0.0
     assert packing.unigram_entropy(np.repeat([1, 5, 900, 3], 10)) == pytest.approx(np.log(4))
+
+
+def test_the_mean_loss_is_over_labels_and_not_over_batches() -> None:
+    rows = np.array([[1, 2, 2], [4, END, 2], [END, END, 3]], np.int32)  # of 2, 1 and no labels
+    dataset = packing.Dataset(rows, rows, END, 0.0, "")
+    assert packing.mean_loss(dataset, 1, lambda batch: batch[0, 0]) == 2.0

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,9 @@ def test_every_target_has_a_line_of_help_and_a_gpu_an_environment_of_its_own():
     assert set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE)) == TARGETS
     shown = ["make", "--dry-run", "--always-make", "train", "EXTRA=cuda12", "MAKEFLAGS="]
     assert ".venv-cuda12/" in subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_every_fault_to_be_planted_has_one_place():
+    for file, faults in tomllib.loads((ROOT / "tools/mutants.toml").read_text()).items():
+        text = (ROOT / file).read_text()
+        assert [name for name, fault in faults.items() if text.count(fault["old"]) != 1] == [], file

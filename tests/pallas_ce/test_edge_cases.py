@@ -94,6 +94,12 @@ def test_an_edge_of_the_contract(name: str, implementation: str, backward: Any) 
 
 
 @every_way
+def test_ignored_rows_that_hold_nan_leave_the_scales_gradient_alone(implementation: str, backward: Any) -> None:
+    p = _with(CASES["ignored rows that hold NaN"].given, arrays={"logit_scale": np.float32(1.3)})
+    assert np.isfinite(library_results(p, implementation, backward)[1]["logit_scale"])
+
+
+@every_way
 def test_smoothing_over_a_minus_infinity_column_is_infinite_unless_its_weight_is_zero(
     implementation: str, backward: Any
 ) -> None:
@@ -117,6 +123,12 @@ def test_a_row_of_minus_infinity_only_has_statistics_minus_infinity_or_zero(impl
     found = linear_row_statistics(*head, bias=bias, statistics=[*expected], implementation=implementation)
     for name, want in expected.items():
         np.testing.assert_array_equal(getattr(found, name), want, err_msg=name)
+
+    def log_prob(hidden: jax.Array) -> jax.Array:
+        options: Any = {"bias": bias, "statistics": ["log_prob"], "implementation": implementation}
+        return jnp.sum(linear_row_statistics(hidden, head[1], jnp.arange(3), **options).log_prob)
+
+    assert not np.any(jax.grad(log_prob)(head[0]))
 
 
 @pytest.mark.parametrize(("implementation", "backward"), STREAMED)
