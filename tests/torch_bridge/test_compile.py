@@ -149,7 +149,9 @@ def test_the_operator_of_stored_logits_passes_torchs_own_checks(statistics, inpl
 
 
 @pytest.mark.nightly(keep=9)
-@pytest.mark.parametrize("name", [*MODES, "log_probs", "log_probs, several", "row_statistics"])
+@pytest.mark.parametrize(
+    "name", [*MODES, "log_probs", "log_probs, several", "log_probs, support", "row_statistics", "two"]
+)
 @pytest.mark.parametrize("differentiated", [0, 0b11, 0b11011])  # the last: with a low-rank term
 def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):
     hidden, weight, target, temperature = problem()
@@ -164,8 +166,12 @@ def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):
     elif name == "row_statistics":
         operator, others = OPERATORS.linear_row_statistics, [None, torch.ones(12).bool(), None]
         options |= {"statistics": "lse,entropy,max_logit,argmax"}
+    elif name == "two":
+        teacher = [torch.randn(12, 5), torch.randn(40, 5), None, None]
+        operator, others = OPERATORS.linear_distillation, [*teacher, None, temperature, None, None]
     else:
-        operator, others = OPERATORS.linear_log_probs, [temperature]
+        support = torch.stack([target, target + 1], 1) if "support" in name else None
+        operator, others = OPERATORS.linear_log_probs, [temperature, support]
         options |= {"return_entropy": True, "return_sum_sq_probs": True, "return_hit": True}
     torch.library.opcheck(operator.default, (*head, *others, differentiated, *Options(**options)[1:]))
 
