@@ -73,7 +73,7 @@ test-newest: $(NEWEST)/.dev  ## run two cases of each test of the contract and o
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
 test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough $(ARGS)
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=4 $(WITHOUT_TORCH) $(ARGS)
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=3 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products or test_sizes" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
