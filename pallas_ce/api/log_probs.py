@@ -190,18 +190,18 @@ def compute(
     known: Known | None = None,
 ) -> LogProbs:
     """Everything asked for. `known`: what `keep` has found for the same call."""
-    operands = _operands(problem, support)._replace(known=known)
+    operands, targets = _operands(problem, support)
+    operands = operands._replace(known=known)
     if support is not None:
-        return _over_support(settings, names, problem, operands)
+        return _over_support(settings, names, operands, targets)
     found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
-    targets = present(operands.batch.labels)
     counts = targets != NO_TARGET
     hit = None if found.argmax is None else counts & (spread(found.argmax, targets) == targets)
     return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
 
 
-def _over_support(settings: Settings, names: tuple[str, ...], problem: Problem, operands: Operands) -> LogProbs:
-    mask, labels = operands.mask, present(problem.rows_that_count()[0].labels)
+def _over_support(settings: Settings, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
+    mask = operands.mask
     logits = evaluate.statistics(Call(settings, _OF_SUPPORT), operands)["target_logit"]
     found = over_support(logits, present(operands.batch.labels), labels)
 
@@ -227,12 +227,13 @@ def keep(
 ) -> Known | None:
     """What `compute` takes as `known`."""
     primitives = primitive_names(names) if support is None else _OF_SUPPORT
-    return evaluate.keep(Call(settings, primitives), _operands(problem, support), needs_grad)
+    return evaluate.keep(Call(settings, primitives), _operands(problem, support)[0], needs_grad)
 
 
-def _operands(problem: Problem, support: jax.Array | None) -> Operands:
-    """The rows that count, whose targets are the labels, or a support's ids."""
+def _operands(problem: Problem, support: jax.Array | None) -> tuple[Operands, jax.Array]:
+    """The rows that count, whose targets are the labels, or a support's ids; and the labels."""
     batch, head, mask = problem.rows_that_count()
+    labels = present(batch.labels)
     if support is not None:
         batch = batch._replace(labels=as_set(problem.shifted(canonical(support, head.spec.vocab_size), NO_TARGET)))
-    return Operands(batch, head, mask)
+    return Operands(batch, head, mask), labels
