@@ -30,6 +30,7 @@ COLUMN_STEP = 256
 _COMPUTE_CAPABILITY = "9.0"
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The shape of a kernel's tiles.

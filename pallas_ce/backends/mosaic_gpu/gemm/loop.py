@@ -13,7 +13,8 @@ alternate the direction of this walk, so that each begins with columns that are 
 
 import abc
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -39,6 +40,7 @@ class Place(NamedTuple):
         column: first column.
         block: which column block.
         part: which part of the length.
+        config: shape of the tiles.
     """
 
     warpgroup: jax.Array
@@ -46,10 +48,19 @@ class Place(NamedTuple):
     column: jax.Array
     block: jax.Array
     part: jax.Array
+    config: Config
 
 
 class Epilogue(abc.ABC):
-    """What a kernel does with a tile; `refs` holds inputs, outputs and scratch by name. Hashable."""
+    """What a kernel does with a tile; `refs` holds inputs, outputs and scratch by name. Hashable.
+
+    Attributes:
+        target: the array that `store` writes to: an output or, where none has the name, the stored numbers themselves.
+        starts: tiles are stored from a column on that is a multiple of its greatest common divisor with a row's length.
+    """
+
+    target: ClassVar[str | None] = None
+    starts: int = 0
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Shared memory to allocate, by name."""
@@ -66,6 +77,11 @@ class Epilogue(abc.ABC):
     def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Runs after a tile of a product, or after the last of the stored tiles that are read side by side."""
         return
+
+    def store(self, refs: dict[str, Any], place: Place, first: int, x: jax.Array) -> None:
+        """Starts storing a piece of the tile, from its column `first` on; see `layouts.store_piece`."""
+        target = refs[self.target or ""]
+        layouts.store_piece(refs["blocks"], place.warpgroup, target, place.row, place.column, first, x)
 
 
 def number(refs: dict[str, Any], name: str, multiple: int = STEP) -> jax.Array | int:
@@ -125,7 +141,7 @@ class Walk:
         row_block = group * in_group + row_block
         block = jnp.where(lax.rem(group, 2) == 1, self._column_blocks - 1 - block, block)
         row = row_block * config.tile_rows + warpgroup * config.rows
-        return Place(jnp.int32(warpgroup), row, block * config.columns * product.side_by_side, block, part)
+        return Place(jnp.int32(warpgroup), row, block * config.columns * product.side_by_side, block, part, config)
 
     def depth(self, step: jax.Array) -> tuple[Place, jax.Array, jax.Array]:
         """A step's tile, which of the tile's steps it is, and where along the operands' length it reads."""
@@ -143,8 +159,8 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
     """The kernel's body; for `launch.run`.
 
     `matrices` are the left and the right operand. A low-rank term adds two of the same layout, and steps to each tile.
-    Stored numbers are one matrix, whose tiles are handed on as they are. The epilogue finds it as "matrix" and may
-    overwrite it: each tile is read once, before anything is written in its place.
+    Stored numbers are one matrix, whose tiles are handed on as they are. The epilogue may overwrite it: each tile is
+    read once, before anything is written in its place.
 
     Numbers: "valid_rows" and "valid_columns" (blocks of the product behind them are skipped and left undefined),
     "valid_length" (entries sum over this many numbers, in whole steps), "finite_length" (the right operand's numbers
@@ -170,11 +186,17 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
     if "finite_length" in refs:
         ring["cleared"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
 
-    def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
-        given = {"matrix": matrices[0], **refs} if product.stored else refs
-        _Thread(matrices, ring, {**given, **scratch}, product, epilogue).run()
+    scratch = epilogue.scratch(config)
+    if epilogue.target:
+        refs = {epilogue.target: matrices[0], **refs}
+        target = refs[epilogue.target]
+        columns = math.gcd(target.shape[-1], epilogue.starts)
+        scratch["blocks"] = layouts.tile_staging(config, columns, target.dtype)
 
-    pl.run_scoped(scoped, ring, epilogue.scratch(config), collective_axes="warpgroup")
+    def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
+        _Thread(matrices, ring, {**refs, **scratch}, product, epilogue).run()
+
+    pl.run_scoped(scoped, ring, scratch, collective_axes="warpgroup")
 
 
 class _Thread:

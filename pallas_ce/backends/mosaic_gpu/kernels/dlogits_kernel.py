@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
-from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.gradient import Coefficients
 
@@ -47,15 +46,13 @@ def dlogits(
         valid_rows: `[]` int32: rows from there on are undefined, and whole tiles of them skipped; None: none.
     """
     part, vectors = part or operands.Part(head.spec.vocab_size), vectors_by_row(coefficients, reference)
-    present = frozenset(vectors) - {"reference"}
-    config = operands.tiles_of("dlogits", head, len(present))
+    config = operands.tiles_of("dlogits", head, len(vectors.keys() - {"reference"}))
     given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, part.width)
     inputs = {name: given.by_row(x) for name, x in vectors.items()}
     numbers = {"first_column": part.first, "valid_columns": part.valid, "valid_rows": valid_rows}
     out = jax.ShapeDtypeStruct(operands.stored_shape(hidden.shape[0], part.width), head.spec.dtype)
-    epilogue = DlogitsEpilogue(given.logits, present, out.shape[1], out.dtype, config)
     outputs = {"dlogits": out if into is None else into}
-    return given.run("pallas_ce_dlogits", epilogue, outputs, inputs, numbers)["dlogits"]
+    return given.run("pallas_ce_dlogits", DlogitsEpilogue(given.logits), outputs, inputs, numbers)["dlogits"]
 
 
 def vectors_by_row(coefficients: Coefficients, reference: jax.Array | None) -> dict[str, jax.Array]:
@@ -72,22 +69,15 @@ _TRANSLATED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class DlogitsEpilogue(Epilogue):
-    """Stores a tile's dlogits: as "dlogits", or over the logits in "matrix"."""
+    """Stores a tile's dlogits."""
 
     logits: epilogues.LogitSpec
-    present: frozenset[str]
-    columns: int
-    dtype: Any
-    config: Config
-
-    def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for the stores."""
-        return {"dlogits_smem": layouts.tile_staging(config, self.columns, self.dtype)}
+    target = "dlogits"
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads vectors by row, and numbers."""
-        names = (*sorted(self.present), "reference", "labels", "argmax_column", "counts")
-        carry = {name: layouts.rows_of(refs[name], place.row, self.config.rows) for name in names if name in refs}
+        names = (*sorted(Coefficients._fields), "reference", "labels", "argmax_column", "counts")
+        carry = {name: layouts.rows_of(refs[name], place.row, place.config.rows) for name in names if name in refs}
         if "reference" in carry:
             # A row of only -inf has no distribution: measured from +inf, its probabilities and its gradient are 0.
             carry["reference"] = jnp.where(carry["reference"] == -jnp.inf, jnp.inf, carry["reference"])
@@ -98,14 +88,13 @@ class DlogitsEpilogue(Epilogue):
         if "counts" in carry:
             # Rows that do not count have coefficients of 0. Their logits become 0: a nan or inf must not matter.
             values = jnp.where(layouts.along_columns(carry["counts"], values.shape) > 0, values, 0.0)
-        target = refs["dlogits"] if "dlogits" in refs else refs["matrix"]
-        for first, piece in epilogues.pieces(values, self.config.width):
+        for first, piece in epilogues.pieces(values, place.config.width):
             column = carry.get("first_column", 0) + place.column + first
             z = self.logits.logits(refs, column, piece)
             gradient = self._gradient(refs, column, z, carry)
             if self.logits.ragged:
                 gradient = jnp.where(self.logits.valid(refs, column, z.shape), gradient, 0.0)
-            layouts.store_piece(refs["dlogits_smem"], place.warpgroup, target, place.row, place.column, first, gradient)
+            self.store(refs, place, first, gradient)
         return carry
 
     def _gradient(self, refs: dict[str, Any], column: jax.Array, z: jax.Array, by_row: dict[str, jax.Array]) -> Any:
@@ -114,29 +103,29 @@ class DlogitsEpilogue(Epilogue):
         def row(name: str) -> jax.Array:
             return layouts.along_columns(by_row[name], shape)
 
-        if missing := sorted(self.present - _TRANSLATED):
+        if missing := sorted((by_row.keys() & Coefficients._fields) - _TRANSLATED):
             raise NotImplementedError(f"implementation='mosaic_gpu' has no term for {missing} in dlogits: use 'xla'")
         terms = []
-        if "prob" in self.present:
+        if "prob" in by_row:
             inner = row("prob")
             log_p = z - row("reference")
-            if self.present & {"prob_log_prob", "prob_deviation_sq"}:
+            if by_row.keys() & {"prob_log_prob", "prob_deviation_sq"}:
                 log_p = jnp.maximum(log_p, epilogues.FARTHEST)
             p = jnp.exp2(log_p * epilogues.LOG2E)
-            if "prob_log_prob" in self.present:
+            if "prob_log_prob" in by_row:
                 inner = inner + row("prob_log_prob") * log_p
-            if "prob_sq" in self.present:
+            if "prob_sq" in by_row:
                 inner = inner + row("prob_sq") * p
-            if "prob_deviation_sq" in self.present:
+            if "prob_deviation_sq" in by_row:
                 deviation = log_p + row("entropy")
                 inner = inner + row("prob_deviation_sq") * (deviation * deviation)
             terms.append(p * inner)
         ids = layouts.column_ids(shape)
         for name, where in (("target", "labels"), ("argmax", "argmax_column")):
-            if name in self.present:
+            if name in by_row:
                 hit = ids == layouts.along_columns(by_row[where] - column, shape)
                 terms.append(jnp.where(hit, row(name), 0.0))
-        if "logit_weights" in self.present:
+        if "logit_weights" in by_row:
             if "u" in refs:
                 u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
                 terms.append(row("logit_weights") * u)

@@ -25,30 +25,27 @@ FARTHEST = -200.0
 class LogitSpec:
     """How products become logits, `softcap(scale·(product + bias))`; static.
 
+    The inputs "bias" `[padded V]` float32 and "scale" `[1]` float32 are there if the head has them. An input "valid"
+    `[1]` int32 is the number of valid columns, where it is known at run time only.
+
     Attributes:
         columns: how many there are; a tile's columns beyond are not valid.
         ragged: whether some tile has columns that are not valid.
-        counted: whether the number of valid columns is known at run time only, as the input "valid" `[1]` int32.
-        bias: whether there is one, as the input "bias" `[padded V]` float32.
-        scale: whether there is one, as the input "scale" `[1]` float32.
         softcap: the cap, or None.
         uniform_weight: the u of `mean_logit` where none is given.
     """
 
     columns: int
     ragged: bool
-    counted: bool
-    bias: bool
-    scale: bool
     softcap: float | None
     uniform_weight: float
 
     def logits(self, refs: dict[str, Any], column: jax.Array, product: jax.Array) -> jax.Array:
         """Capped logits of a tile that begins at `column`; undefined in columns that are not valid."""
         z = product
-        if self.bias:
+        if "bias" in refs:
             z = z + layouts.along_rows(layouts.columns_of(refs["bias"], column, z.shape[1]), z.shape)
-        if self.scale:
+        if "scale" in refs:
             z = z * refs["scale"][0]
         if self.softcap is not None:
             # c·tanh(z/c) = c - 2c/(e^{2z/c} + 1), to 1e-7·c, at ±inf too; the hardware's tanh is good to 5e-4 only.
@@ -66,7 +63,7 @@ class LogitSpec:
         return jnp.clip(self._count(refs) - column, 0, width).astype(jnp.float32)
 
     def _count(self, refs: dict[str, Any]) -> Any:
-        return refs["valid"][0] if self.counted else self.columns
+        return refs["valid"][0] if "valid" in refs else self.columns
 
     def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array) -> jax.Array:
         """Logits with -inf where not valid."""

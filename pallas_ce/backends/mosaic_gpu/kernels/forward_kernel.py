@@ -36,7 +36,7 @@ def statistics(
         return Partial()
     config = operands.tiles_of("forward", head, partials.vectors(names))
     given = operands.operands(head, hidden, config, reads_logit_weights(names))
-    epilogue = StatisticsEpilogue(given.logits, fields, config.width)
+    epilogue = StatisticsEpilogue(given.logits, fields)
     rows = hidden.shape[0]
     return partials.in_launches("pallas_ce_forward", given, epilogue, fields, rows, partial_bytes, valid_rows)
 
@@ -48,18 +48,16 @@ class StatisticsEpilogue(Epilogue):
     Attributes:
         logits: how a tile's values become logits.
         fields: the fields of `Partial` to compute.
-        width: columns of a piece.
-        rows: rows of a warpgroup's part, where tiles that are read side by side share one `Partial`; else None.
+        shared: whether tiles that are read side by side share one `Partial`.
     """
 
     logits: epilogues.LogitSpec
     fields: tuple[str, ...]
-    width: int
-    rows: int | None = None
+    shared: bool = False
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """The neutral `Partial` where tiles share one."""
-        return epilogues.no_columns(self.rows, self.fields) if self.rows else None
+        return epilogues.no_columns(place.config.rows, self.fields) if self.shared else None
 
     def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Writes the `Partial`."""
@@ -70,7 +68,7 @@ class StatisticsEpilogue(Epilogue):
         z = self.logits.logits(refs, place.column, values)
         parts = [
             (place.column + first, self.logits.mask(refs, place.column + first, piece))
-            for first, piece in epilogues.pieces(z, self.width)
+            for first, piece in epilogues.pieces(z, place.config.width)
         ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
         reference = None if top is None else reference_of(top)

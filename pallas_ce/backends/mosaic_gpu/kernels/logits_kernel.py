@@ -69,8 +69,7 @@ def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None)
     inputs = {}
     if inverse_temperature is not None:
         inputs["inverse_temperature"] = given.by_row(inverse_temperature.astype(jnp.float32), 1)
-    epilogue = LogitsEpilogue(given.logits, groups * GROUP, CONFIG.rows)
-    found = given.run("pallas_ce_logits", epilogue, outputs, inputs)
+    found = given.run("pallas_ce_logits", LogitsEpilogue(given.logits), outputs, inputs)
     partial = jax.tree.map(lambda x: x[:rows], partials.read(found, _FIELDS))
     return Stored(found["logits"], found["maxima"], partial)
 
@@ -80,27 +79,23 @@ class LogitsEpilogue(Epilogue):
     """Stores a tile's logits, its groups' maxima and its `Partial`."""
 
     logits: epilogues.LogitSpec
-    columns: int
-    rows: int
+    target = "logits"
 
     def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for the stores."""
-        return {
-            "logits_smem": layouts.tile_staging(config, self.columns, jnp.float32),
-            "maxima_smem": plgpu.SMEM((WARPGROUPS, config.columns // GROUP, config.rows), jnp.float32),
-        }
+        """Staging for the maxima."""
+        return {"maxima_smem": plgpu.SMEM((WARPGROUPS, config.columns // GROUP, config.rows), jnp.float32)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads the rows' inverse temperatures."""
         if "inverse_temperature" in refs:
-            return layouts.rows_of(refs["inverse_temperature"], place.row, self.rows)
+            return layouts.rows_of(refs["inverse_temperature"], place.row, place.config.rows)
         return None
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores the logits first: they are on their way while the rest is computed."""
         logits = self.logits.logits(refs, place.column, values)
         z = self.logits.mask(refs, place.column, logits)
-        layouts.store_piece(refs["logits_smem"], place.warpgroup, refs["logits"], place.row, place.column, 0, z)
+        self.store(refs, place, 0, z)
         maxima = [group.max(axis=1) for _, group in epilogues.pieces(z, GROUP)]
         top = functools.reduce(jnp.maximum, maxima)
         if carry is not None:

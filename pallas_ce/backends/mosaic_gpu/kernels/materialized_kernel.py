@@ -62,7 +62,7 @@ def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
     config = tiles(head.spec.dtype.itemsize)
     given = _prepare(head, logits, config, reads_logit_weights(names), max(1, _PARTIAL_COLUMNS // config.columns))
     given = given._replace(matrices=(_aligned(logits),))
-    epilogue = StatisticsEpilogue(given.logits, fields, config.width, config.rows)
+    epilogue = StatisticsEpilogue(given.logits, fields, shared=True)
     return partials.in_launches("pallas_ce_materialized_statistics", given, epilogue, fields, logits.shape[0])
 
 
@@ -75,20 +75,19 @@ def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | Non
     spec, logits, labels = head.spec, batch.hidden, batch.labels
     config = tiles(spec.dtype.itemsize, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
-    present = frozenset(by_row) - {"reference"}
-    if "target" in present:
+    weighted = "logit_weights" in by_row
+    if "target" in by_row:
         assert labels is not None
         by_row["labels"] = labels
     if gradient.argmax is not None:
         by_row["argmax_column"] = gradient.argmax
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
-    given = _prepare(head, logits, config, "logit_weights" in present)
+    given = _prepare(head, logits, config, weighted)
     given = given._replace(inputs={name: given.by_row(x) for name, x in by_row.items()} | given.inputs)
-    epilogue = DlogitsEpilogue(given.logits, present, spec.weight_rows, spec.dtype, config)
 
     def write(stored: Any) -> None:
-        given._replace(matrices=(stored,)).run("pallas_ce_materialized_dlogits", epilogue, {})
+        given._replace(matrices=(stored,)).run("pallas_ce_materialized_dlogits", DlogitsEpilogue(given.logits), {})
 
     return apart(pl.run_state(write)(apart(logits)))
 
@@ -110,9 +109,6 @@ def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, side
     of_logits = LogitSpec(
         columns=spec.vocab_size,
         ragged=columns > spec.vocab_size,
-        counted=False,
-        bias=False,
-        scale=False,
         softcap=spec.softcap,
         uniform_weight=spec.uniform_weight,
     )

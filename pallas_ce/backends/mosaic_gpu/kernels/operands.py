@@ -171,9 +171,6 @@ def operands(head: Head, hidden: jax.Array, config: Config, weighted_mean: bool,
     logits = LogitSpec(
         columns=columns,
         ragged=tiled > columns or head.valid_columns is not None,
-        counted=head.valid_columns is not None,
-        bias=head.bias is not None,
-        scale=head.logit_scale is not None,
         softcap=spec.softcap,
         uniform_weight=spec.uniform_weight,
     )

@@ -84,9 +84,9 @@ def for_hidden(
     count = parts(product.config, rows, hidden_size, product.length) if splits else 1
     product = dataclasses.replace(product, parts=count)
     by_part = jax.ShapeDtypeStruct((count, matrices[0].shape[0], hidden_size), jnp.float32)
-    epilogue = ProductEpilogue(by_part.dtype, hidden_size, by_part=True)
     numbers = {"valid_rows": valid_rows, "finite_length": existing}
-    found = launch.run("pallas_ce_for_hidden", product, matrices, epilogue, {}, {"product": by_part}, numbers)
+    outputs = {"product": by_part}
+    found = launch.run("pallas_ce_for_hidden", product, matrices, ProductEpilogue(), {}, outputs, numbers)
     return found["product"].sum(axis=0)[:rows]
 
 
@@ -110,7 +110,7 @@ def add_for_hidden(
         existing = existing - part.first
     numbers = {"valid_length": part.valid, "first_length": part.first, "valid_rows": valid_rows, "to_row": to_row}
     numbers["finite_length"] = existing
-    epilogue, outputs = ProductEpilogue(total.dtype, total.shape[1], adds=True), {"product": total}
+    epilogue, outputs = ProductEpilogue(adds=True), {"product": total}
     return launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, outputs, numbers)["product"]
 
 
@@ -159,8 +159,7 @@ def for_weight(
     if not isinstance(replaced, bool):
         numbers["first"] = replaced
     inputs = {"multiplier": as_input(multiplier)}
-    columns = math.gcd(into.shape[-1], starts if vocab_axis else 0)
-    epilogue = ProductEpilogue(jnp.dtype(into.dtype), columns, adds=replaced is not True)
+    epilogue = ProductEpilogue(starts if vocab_axis else 0, adds=replaced is not True)
     outputs = {"product": into}
     return launch.run("pallas_ce_for_weight", product, matrices, epilogue, inputs, outputs, numbers)["product"]
 
@@ -184,24 +183,17 @@ def as_input(multiplier: jax.Array | None) -> jax.Array | None:
 class ProductEpilogue(Epilogue):
     """Stores a tile of the product, or adds it to the old values.
 
-    The number "first" marks the first launch, whose tiles are stored. The product begins at row "to_row" and column
-    "to_column" of the output.
+    The output is `[rows, columns]` or `[parts, rows, columns]`. The number "first" marks the first launch, whose tiles
+    are stored. The product begins at row "to_row" and column "to_column" of the output.
 
     Attributes:
-        dtype: the output's.
-        columns: a number that the length of the output's rows and "to_column" are multiples of.
-        by_part: whether "product" is `[parts, rows, columns]`; else `[rows, columns]`.
+        starts: see `Epilogue`.
         adds: whether tiles are added, except in the first launch.
     """
 
-    dtype: Any
-    columns: int
-    by_part: bool = False
+    starts: int = 0
     adds: bool = False
-
-    def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for the stores."""
-        return {"product_smem": layouts.tile_staging(config, self.columns, self.dtype)}
+    target = "product"
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads whether to add."""
@@ -211,8 +203,9 @@ class ProductEpilogue(Epilogue):
         """Stores the tile or adds it."""
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
-        target = refs["product"].at[place.part] if self.by_part else refs["product"]
+        target = refs["product"]
         row = place.row + loop.number(refs, "to_row", ROW_MULTIPLE)
-        column = place.column + loop.number(refs, "to_column", math.gcd(loop.STEP, self.columns))
+        column = place.column + loop.number(refs, "to_column", math.gcd(loop.STEP, target.shape[-1], self.starts))
+        target = target.at[place.part] if len(target.shape) == 3 else target
         add = self.adds if carry is None else carry
-        layouts.store_piece(refs["product_smem"], place.warpgroup, target, row, column, 0, values, add=add)
+        layouts.store_piece(refs["blocks"], place.warpgroup, target, row, column, 0, values, add=add)

@@ -16,7 +16,7 @@ from jax import lax
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
-from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, Config
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK
 from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 
@@ -44,7 +44,7 @@ def stash(
     config = operands.tiles_of("stash", head, 1 + partials.vectors(names))
     given, rows = operands.operands(head, hidden, config, reads_logit_weights(names)), hidden.shape[0]
     shape = operands.stored_shape(rows, spec.vocab_size)
-    epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config)
+    epilogue = StashEpilogue(given.logits, fields)
     # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the kernel
     # always reads how many rows are valid, and always writes into an array.
     numbers = {"valid_rows": jnp.int32(rows) if valid_rows is None else valid_rows}
@@ -71,27 +71,18 @@ class StashEpilogue(Epilogue):
 
     logits: epilogues.LogitSpec
     fields: tuple[str, ...]
-    columns: int
-    dtype: Any
-    config: Config
-
-    def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for the stores."""
-        return {"stash_smem": layouts.tile_staging(config, self.columns, self.dtype)}
+    target = "stash"
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads the rows' references; tall tiles leave no register to hold them during the product."""
-        return self._reference(refs, place) if self.config.rows <= BLOCK else None
-
-    def _reference(self, refs: dict[str, Any], place: Place) -> jax.Array:
-        return layouts.rows_of(refs["reference"], place.row, self.config.rows)
+        return _reference(refs, place) if place.config.rows <= BLOCK else None
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores exponentials rounded, and sums them unrounded."""
-        whole, reference = None, self._reference(refs, place) if carry is None else carry
+        whole, reference = None, _reference(refs, place) if carry is None else carry
         of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
         of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
-        for first, piece in epilogues.pieces(values, self.config.width):
+        for first, piece in epilogues.pieces(values, place.config.width):
             column = place.column + first
             z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
             # In this order no register spills: each piece leaves the registers as soon as it can.
@@ -100,6 +91,10 @@ class StashEpilogue(Epilogue):
             assert exp is not None
             part = Partial(*(x if y is None else y for x, y in zip(part, sums, strict=True)))
             whole = part if whole is None else add(whole, part)
-            layouts.store_piece(refs["stash_smem"], place.warpgroup, refs["stash"], place.row, place.column, first, exp)
+            self.store(refs, place, first, exp)
         assert whole is not None
         partials.write(refs, place, whole)
+
+
+def _reference(refs: dict[str, Any], place: Place) -> jax.Array:
+    return layouts.rows_of(refs["reference"], place.row, place.config.rows)
