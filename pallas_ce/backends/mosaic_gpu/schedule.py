@@ -129,8 +129,7 @@ class Product:
         right_axis: 0 for a right operand `[columns, length]`, 1 for `[length, columns]`.
         rank: how many numbers of a low-rank term, which has operands of its own, each entry sums over besides.
         parts: how many parts the length is cut into; each makes a partial product, from tiles of its own.
-        stored: whether tiles are read from memory, and nothing is multiplied.
-        side_by_side: how many stored tiles, side by side, are worked on as one.
+        stored: how many tiles, side by side, are read from memory and worked on as one; 0: operands are multiplied.
         held: whether the sum that a tile is added to comes through the ring after its operands; see `loop.Held`.
     """
 
@@ -142,22 +141,8 @@ class Product:
     right_axis: int = 0
     rank: int = 0
     parts: int = 1
-    stored: bool = False
-    side_by_side: int = 1
+    stored: int = 0
     held: bool = False
-
-    @property
-    def left_tile(self) -> tuple[int, int]:
-        """The shape of a slot for the left operand, or for stored numbers."""
-        config = self.config
-        if self.stored:
-            return config.tile_rows, config.columns
-        return (config.depth, config.tile_rows) if self.left_axis else (config.tile_rows, config.depth)
-
-    @property
-    def right_tile(self) -> tuple[int, int]:
-        """The shape of a slot for the right operand."""
-        return (self.config.depth, self.config.columns) if self.right_axis else (self.config.columns, self.config.depth)
 
     @property
     def own_steps(self) -> int:
@@ -167,9 +152,7 @@ class Product:
     @property
     def steps(self) -> int:
         """Steps of a tile."""
-        if self.stored:
-            return self.side_by_side
-        return -(-(self.own_steps - (-self.rank // self.config.depth)) // self.parts)
+        return self.stored or -(-(self.own_steps - (-self.rank // self.config.depth)) // self.parts)
 
     @property
     def workers(self) -> int:

@@ -6,6 +6,7 @@ For each row of V entries the kernel writes 4·V bytes of logits while it multip
 
 import bisect
 import dataclasses
+import math
 
 import jax
 
@@ -63,9 +64,9 @@ class StoredBlocks:
         return jax.tree.map(lambda x: x[:rows], found), stored.partial
 
     def _scratch(self, rows: int) -> int:
-        """Bytes of logits in whole groups, maxima in full tiles, candidates and hidden states."""
-        groups = logits_kernel.groups_of(self.spec.vocab_size)
-        stored = 4 * logits_kernel.stored_rows(rows) * groups * GROUP
+        """Bytes of logits, maxima in full tiles, candidates and hidden states."""
+        shape = logits_kernel.stored_shape(rows, self.spec.vocab_size)
+        stored, groups = 4 * math.prod(shape), shape[1] // GROUP
         maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, logits_kernel.CONFIG.tile_rows) * groups
         candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP
         return stored + maxima + candidates + self.spec.dtype.itemsize * rows * self.spec.hidden_size

@@ -16,7 +16,6 @@ from jax import lax
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, WARPGROUPS, Config
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-_BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def column_ids(shape: tuple[int, ...]) -> jax.Array:
@@ -29,19 +28,15 @@ def along_columns(by_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(by_row, shape, [0])
 
 
-def along_rows(by_column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A vector by column, the same in every row."""
-    return lax.broadcast_in_dim(by_column, shape, [1])
-
-
 def rows_of(ref: Any, row: jax.Array, rows: int) -> jax.Array:
     """`rows` numbers of a vector by row in global memory."""
     return plgpu.load(ref.at[pl.ds(row, rows)], layout=_BY_ROW, optimized=False)
 
 
-def columns_of(ref: Any, column: jax.Array, columns: int) -> jax.Array:
-    """`columns` numbers of a vector by column in global memory."""
-    return plgpu.load(ref.at[pl.ds(column, columns)], layout=_BY_COLUMN, optimized=False)
+def columns_of(ref: Any, column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Numbers of a vector by column in global memory, the same in every row of `shape`."""
+    by_column = plgpu.load(ref.at[pl.ds(column, shape[1])], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(by_column, shape, [1])
 
 
 def constant_by_row(rows: int, value: jax.Array | float, dtype: Any = jnp.float32) -> jax.Array:

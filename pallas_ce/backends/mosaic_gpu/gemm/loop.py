@@ -141,7 +141,7 @@ class Walk:
         row_block = group * in_group + row_block
         block = jnp.where(lax.rem(group, 2) == 1, self._column_blocks - 1 - block, block)
         row = row_block * config.tile_rows + warpgroup * config.rows
-        return Place(jnp.int32(warpgroup), row, block * config.columns * product.side_by_side, block, part, config)
+        return Place(jnp.int32(warpgroup), row, block * config.columns * max(1, product.stored), block, part, config)
 
     def depth(self, step: jax.Array) -> tuple[Place, jax.Array, jax.Array]:
         """A step's tile, which of the tile's steps it is, and where along the operands' length it reads."""
@@ -169,20 +169,24 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
     first). The last three are multiples of `STEP`.
     """
     config, dtype = product.config, matrices[0].dtype
-    left_tile, right_tile = product.left_tile, product.right_tile
     if product.stored:
-        transforms = layouts.swizzled(dtype, matrices[0].shape[1], config.columns)
+        slots = {"left": (config.tile_rows, config.columns)}
+        along = matrices[0].shape[1], config.columns
     else:  # both operands need the same swizzle
-        along = (config.rows if product.left_axis else config.depth, right_tile[1])
-        transforms = layouts.swizzled(dtype, matrices[0].shape[1], matrices[1].shape[1], *along)
-    slots = functools.partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
-    ring = {
-        "left": slots((config.stages, *left_tile)),
-        "full": plgpu.Barrier(num_arrivals=1 if product.stored else 2, num_barriers=config.stages),
-        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
-    }
-    if not product.stored:
-        ring["right"] = slots((config.stages, *right_tile))
+        left, right = (config.tile_rows, config.depth), (config.columns, config.depth)
+        slots = {
+            "left": left[::-1] if product.left_axis else left,
+            "right": right[::-1] if product.right_axis else right,
+        }
+        along = (
+            *(x.shape[1] for x in matrices[:2]),
+            config.rows if product.left_axis else config.depth,
+            slots["right"][1],
+        )
+    transforms = layouts.swizzled(dtype, *along)
+    ring = {name: plgpu.SMEM((config.stages, *slot), dtype, transforms=transforms) for name, slot in slots.items()}
+    ring["full"] = plgpu.Barrier(num_arrivals=len(slots), num_barriers=config.stages)
+    ring["empty"] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
     if "finite_length" in refs:
         ring["cleared"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
 
@@ -226,7 +230,7 @@ class _Thread:
                 return self.epilogue.tile(refs, at, self._stored(index * self.walk.steps + k), carry)
 
             if self.product.stored:
-                carry = lax.fori_loop(0, self.product.side_by_side, side_by_side, carry)
+                carry = lax.fori_loop(0, self.product.stored, side_by_side, carry)
             else:
                 carry = self.epilogue.tile(refs, place, self._product(index, place), carry)
             self.epilogue.end(refs, place, carry)

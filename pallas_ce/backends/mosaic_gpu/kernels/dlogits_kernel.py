@@ -127,8 +127,7 @@ class DlogitsEpilogue(Epilogue):
                 terms.append(jnp.where(hit, row(name), 0.0))
         if "logit_weights" in by_row:
             if "u" in refs:
-                u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
-                terms.append(row("logit_weights") * u)
+                terms.append(row("logit_weights") * layouts.columns_of(refs["u"], column, shape))
             else:
                 terms.append(layouts.along_columns(by_row["logit_weights"] * self.logits.uniform_weight, shape))
         if not terms:  # single entries only

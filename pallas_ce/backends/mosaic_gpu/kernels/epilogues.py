@@ -44,7 +44,7 @@ class LogitSpec:
         """Capped logits of a tile that begins at `column`; undefined in columns that are not valid."""
         z = product
         if "bias" in refs:
-            z = z + layouts.along_rows(layouts.columns_of(refs["bias"], column, z.shape[1]), z.shape)
+            z = z + layouts.columns_of(refs["bias"], column, z.shape)
         if "scale" in refs:
             z = z * refs["scale"][0]
         if self.softcap is not None:
@@ -113,19 +113,17 @@ def piece_partial(
         assert reference is not None
         measured = z - layouts.along_columns(reference, shape)
         if "u" in refs:
-            u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
+            u = layouts.columns_of(refs["u"], column, shape)
             found["weighted_sum"] = jnp.where((u != 0) & (measured != 0), u * measured, 0.0).sum(axis=1)
         else:
             counted = jnp.where(spec.valid(refs, column, shape), measured, 0.0) if spec.ragged else measured
             found["weighted_sum"] = counted.sum(axis=1) * spec.uniform_weight
     if "sum_weights" in fields:
         if "u" in refs:
-            u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
-            found["sum_weights"] = u.sum(axis=1)
+            found["sum_weights"] = layouts.columns_of(refs["u"], column, shape).sum(axis=1)
         else:
-            found["sum_weights"] = layouts.constant_by_row(
-                shape[0], spec.uniform_weight * spec.valid_count(refs, column, shape[1])
-            )
+            total = spec.uniform_weight * spec.valid_count(refs, column, shape[1])
+            found["sum_weights"] = layouts.constant_by_row(shape[0], total)
     if "max" in fields:
         found["max"] = z.max(axis=1)
     if "argmax" in fields:

@@ -44,14 +44,9 @@ class Stored(NamedTuple):
     partial: Partial
 
 
-def groups_of(columns: int) -> int:
-    """How many groups the columns make."""
-    return -(-columns // GROUP)
-
-
-def stored_rows(rows: int) -> int:
-    """Rows of the stored array."""
-    return operands.round_up(rows, operands.ROW_MULTIPLE)
+def stored_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the stored logits, whose columns are whole groups."""
+    return operands.stored_shape(rows, operands.round_up(columns, GROUP))
 
 
 def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None) -> Stored:
@@ -60,11 +55,12 @@ def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None)
     `inverse_temperature [N]`, positive, multiplies the logits in `partial` only.
     """
     given = operands.operands(head, hidden, CONFIG, weighted_mean=False)
-    rows, groups = hidden.shape[0], groups_of(given.logits.columns)
+    rows = hidden.shape[0]
+    shape = stored_shape(rows, given.logits.columns)
     outputs = {
         **partials.outputs(_FIELDS, given.product.column_blocks, given.padded_rows),
-        "logits": jax.ShapeDtypeStruct((stored_rows(rows), groups * GROUP), jnp.float32),
-        "maxima": jax.ShapeDtypeStruct((groups, given.padded_rows), jnp.float32),
+        "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
+        "maxima": jax.ShapeDtypeStruct((shape[1] // GROUP, given.padded_rows), jnp.float32),
     }
     inputs = {}
     if inverse_temperature is not None:
@@ -103,10 +99,6 @@ class LogitsEpilogue(Epilogue):
             z = self.logits.mask(refs, place.column, logits * layouts.along_columns(carry, z.shape))
             top = top * carry
         part, _ = epilogues.piece_partial(self.logits, ("sum_exp",), refs, place.column, z, reference_of(top))
-        self._store_maxima(refs, place, maxima)
-        partials.write(refs, place, part._replace(max=top))
-
-    def _store_maxima(self, refs: dict[str, Any], place: Place, maxima: list[jax.Array]) -> None:
         staged = refs["maxima_smem"].at[place.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for index, by_row in enumerate(maxima):
@@ -114,3 +106,4 @@ class LogitsEpilogue(Epilogue):
         plgpu.commit_smem()
         groups, rows = pl.ds(place.column // GROUP, staged.shape[0]), pl.ds(place.row, staged.shape[1])
         plgpu.copy_smem_to_gmem(staged, refs["maxima"].at[groups, rows])
+        partials.write(refs, place, part._replace(max=top))

@@ -60,8 +60,9 @@ def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
     if not (fields := fields_for(names)):
         return Partial()
     config = tiles(head.spec.dtype.itemsize)
+    if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT:  # not always: a copy would be large
+        logits = apart(logits)
     given = _prepare(head, logits, config, reads_logit_weights(names), max(1, _PARTIAL_COLUMNS // config.columns))
-    given = given._replace(matrices=(_aligned(logits),))
     epilogue = StatisticsEpilogue(given.logits, fields, shared=True)
     return partials.in_launches("pallas_ce_materialized_statistics", given, epilogue, fields, logits.shape[0])
 
@@ -75,7 +76,6 @@ def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | Non
     spec, logits, labels = head.spec, batch.hidden, batch.labels
     config = tiles(spec.dtype.itemsize, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
-    weighted = "logit_weights" in by_row
     if "target" in by_row:
         assert labels is not None
         by_row["labels"] = labels
@@ -83,7 +83,7 @@ def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | Non
         by_row["argmax_column"] = gradient.argmax
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
-    given = _prepare(head, logits, config, weighted)
+    given = _prepare(head, logits, config, "logit_weights" in by_row)
     given = given._replace(inputs={name: given.by_row(x) for name, x in by_row.items()} | given.inputs)
 
     def write(stored: Any) -> None:
@@ -92,20 +92,15 @@ def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | Non
     return apart(pl.run_state(write)(apart(logits)))
 
 
-def _aligned(logits: jax.Array) -> jax.Array:
-    """The logits, `apart` unless every row begins at a multiple of `ALIGNMENT`: a copy would be large."""
-    return logits if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT == 0 else apart(logits)
-
-
-def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, side_by_side: int = 1) -> operands.Operands:
-    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it; without the matrix."""
+def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, stored: int = 1) -> operands.Operands:
+    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
     spec, u = head.spec, head.logit_weights
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # Padding's columns are included: their gradient is written as well.
-    columns = operands.round_up(spec.weight_rows, config.columns * side_by_side)
-    blocks = config.row_blocks(logits.shape[0]), columns // (config.columns * side_by_side)
-    product = Product(config, *blocks, stored=True, side_by_side=side_by_side)
+    columns = operands.round_up(spec.weight_rows, config.columns * stored)
+    blocks = config.row_blocks(logits.shape[0]), columns // (config.columns * stored)
+    product = Product(config, *blocks, stored=stored)
     of_logits = LogitSpec(
         columns=spec.vocab_size,
         ragged=columns > spec.vocab_size,
@@ -113,7 +108,7 @@ def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, side
         uniform_weight=spec.uniform_weight,
     )
     inputs = {"u": operands.pad(u.astype(jnp.float32), (columns,))} if weighted and u is not None else {}
-    return operands.Operands(product, of_logits, (), inputs)
+    return operands.Operands(product, of_logits, (logits,), inputs)
 
 
 def refusal(spec: HeadSpec, rows: int | None = None) -> str | None:
