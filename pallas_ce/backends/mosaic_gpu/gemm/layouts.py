@@ -4,6 +4,7 @@ A tile is `[rows, columns]` float32 in the layout of a wgmma accumulator: a row 
 sums along it are mostly thread-local, and a vector by row costs one register for each 32 rows.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -101,14 +102,9 @@ def store_block(staging: Any, index: int, place: Any, x: jax.Array, add: jax.Arr
     block = staging.at[index % slots]
     block[...] = x
     plgpu.commit_smem()
+    store = functools.partial(plgpu.copy_smem_to_gmem, block, place)
     if isinstance(add, bool):
-        plgpu.copy_smem_to_gmem(block, place, reduction_op="add" if add else None)
-        return
-
-    @pl.when(add)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(block, place, reduction_op="add")
-
-    @pl.when(~add)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(block, place)
+        store(reduction_op="add" if add else None)
+    else:
+        pl.when(add)(lambda: store(reduction_op="add"))
+        pl.when(~add)(store)

@@ -271,12 +271,8 @@ class _Thread:
     def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
         """Issues the product of a slot's operands, which have arrived."""
         left, right = self.ring["left"], self.ring["right"].at[slot]
-        transposed = left.at[slot, :, self.rows].transpose((1, 0)) if self.product.left_axis else None
-        plgpu.wgmma(
-            accumulator,
-            left.at[slot, self.rows] if transposed is None else transposed,
-            right if self.product.right_axis else right.transpose((1, 0)),
-        )
+        left = left.at[slot, :, self.rows].transpose((1, 0)) if self.product.left_axis else left.at[slot, self.rows]
+        plgpu.wgmma(accumulator, left, right if self.product.right_axis else right.transpose((1, 0)))
 
     def _clear(self, slot: jax.Array, finite: jax.Array) -> None:
         """Replaces the right operand's numbers from `finite` on by 0: the left's are 0 there, but 0·NaN is not."""
