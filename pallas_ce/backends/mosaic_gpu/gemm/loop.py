@@ -184,9 +184,12 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
             slots["right"][1],
         )
     transforms = layouts.swizzled(dtype, *along)
-    ring = {name: plgpu.SMEM((config.stages, *slot), dtype, transforms=transforms) for name, slot in slots.items()}
-    ring["full"] = plgpu.Barrier(num_arrivals=len(slots), num_barriers=config.stages)
-    ring["empty"] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
+    ring: dict[str, Any] = {
+        "full": plgpu.Barrier(num_arrivals=len(slots), num_barriers=config.stages),
+        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
+    }
+    for name, slot in slots.items():
+        ring[name] = plgpu.SMEM((config.stages, *slot), dtype, transforms=transforms)
     if "finite_length" in refs:
         ring["cleared"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
 
