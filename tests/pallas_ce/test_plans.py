@@ -1,0 +1,194 @@
+"""Block sizes as `plans.csv` has them: a change may only take less.
+
+A cell is `rows/columns/bytes`. "whole" follows where products have no memory for parts, and "slower" where the other
+mode is faster. The cell is "-" where the way does not serve the problem. `python -m tests.pallas_ce.test_plans` writes
+the file anew, and refuses where a plan takes more bytes or more time.
+"""
+
+import csv
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh
+from ml_dtypes import bfloat16
+
+from pallas_ce.backends import select
+from pallas_ce.backends.mosaic_gpu import plans
+from pallas_ce.backends.mosaic_gpu.kernels import operands
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.head import HeadSpec
+from pallas_ce.modes.fold import Streams
+from pallas_ce.modes.settings import Settings, WeightSum
+from pallas_ce.parallel.shards import Shards
+from pallas_ce.streaming.gradient_products import NO_GRADIENT
+
+FILE = Path(__file__).with_name("plans.csv")
+
+
+class Problem(NamedTuple):
+    """Rows and a head, and what the caller says of memory."""
+
+    tokens: int
+    hidden_size: int
+    vocab_size: int
+    dtype: Any = bfloat16
+    padding: int = 0
+    axis: int = 0
+    rank: int = 0
+    scratch_bytes: int | None = None
+    given: bool = False
+
+    @property
+    def spec(self) -> HeadSpec:
+        rows = self.vocab_size + self.padding
+        return HeadSpec(
+            self.hidden_size, rows, self.vocab_size, self.axis, np.dtype(self.dtype), softcap=None, rank=self.rank
+        )
+
+
+PROBLEMS = {
+    "small": Problem(5, 64, 500, padding=12),
+    "ragged": Problem(520, 512, 1000, rank=8, scratch_bytes=2**21),
+    "few rows": Problem(300, 1024, 32768, scratch_bytes=2**22),
+    "GPT-2": Problem(8191, 768, 50257, padding=47, axis=1),
+    "Mistral": Problem(1000, 4096, 32000, axis=1, scratch_bytes=2**24),
+    "4096 x 32768": Problem(4096, 1024, 32768),
+    "float64": Problem(4096, 1024, 32768, np.float64),
+    "8192 x 131072": Problem(8192, 4096, 131072),
+    "given sum": Problem(8192, 4096, 131072, given=True),
+    "float32": Problem(8192, 4096, 131072, np.float32),
+    "low rank": Problem(8192, 4096, 131072, rank=16),
+    "Llama in 64 MiB": Problem(8192, 4096, 128256, scratch_bytes=2**26),
+    "float16": Problem(8192, 2880, 201088, np.float16),
+    "Qwen": Problem(32768, 2048, 151936),
+    "16384 x 262144": Problem(16384, 4096, 262144),
+    "many rows": Problem(100_000, 2048, 128256),
+    "many rows in 1 GiB": Problem(65536, 5120, 131072, scratch_bytes=2**30),
+    "wide float32 in 64 MiB": Problem(2048, 8192, 131072, np.float32, scratch_bytes=2**26),
+}
+
+
+class Way(NamedTuple):
+    """A backend, a device and a task."""
+
+    backend: str
+    device: str
+    task: str
+
+
+WAYS = [
+    *(Way("mosaic_gpu", "H200", task) for task in ("forward", "in_forward", "recompute", "top_k")),
+    Way("mosaic_gpu", "H20", "recompute"),
+    *(Way("triton", "H200", task) for task in ("forward", "in_forward", "recompute")),
+    *(Way("triton", "A100", task) for task in ("forward", "recompute")),
+    *(Way("xla", device, task) for device in ("H200", "cpu") for task in ("forward", "in_forward", "recompute")),
+    *(Way("xla", "tpu", task) for task in ("in_forward", "recompute")),
+    Way("xla", "cpu", "top_k"),
+    Way("xla", "H200", "pair"),
+]
+MULTIPROCESSORS = {"H200": 132, "H20": 78, "A100": 108}
+
+
+def _mode(way: Way) -> Any:
+    return way.task if way.task in ("in_forward", "recompute") else None
+
+
+def _on(way: Way) -> Any:
+    known = way.device in MULTIPROCESSORS
+    kind, platform = (f"NVIDIA {way.device}", "cuda") if known else (way.device, way.device)
+    device = AbstractDevice(kind, MULTIPROCESSORS.get(way.device, 1), platform=platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+
+
+def planned(way: Way, problem: Problem) -> Plan | None:
+    spec, mode, bound = problem.spec, _mode(way), problem.scratch_bytes
+    with _on(way):
+        backend = select.load(way.backend)
+        if backend.refusal(spec) is not None:
+            return None
+        try:
+            if way.task == "top_k" and backend.top_k is not None:
+                return backend.top_k(spec, 50, bound).block_sizes(problem.tokens)
+            if way.task == "top_k":
+                return Streams((spec,), bound, 4, 50).block_sizes(problem.tokens)
+            if way.task == "pair":
+                teacher = dataclasses.replace(spec, hidden_size=2 * spec.hidden_size)
+                return Streams((spec, teacher), bound, 5).block_sizes(problem.tokens, "recompute")
+            settings, total = Settings(way.backend, mode, bound), WeightSum()
+            if mode == "in_forward":
+                needs = NO_GRADIENT._replace(hidden=True, weight=True)
+                total = settings.weight_sum(spec, spec.dtype, needs, Shards(), given=problem.given)
+            return settings.block_sizes(spec, problem.tokens, mode, total)
+        except ValueError:  # the budget cannot hold one row
+            return None
+
+
+def time(way: Way, problem: Problem, rows: int, columns: int) -> float:
+    """As the backend predicts it, in a unit of its own; else how many blocks and tiles there are."""
+    blocks, tiles = -(-problem.tokens // rows), -(-problem.spec.vocab_size // columns)
+    if way.backend == "mosaic_gpu" and way.task == "recompute":
+        with _on(way):
+            return plans._recompute_cost(operands.padded_spec(problem.spec), problem.tokens, rows, columns)
+    return blocks * tiles
+
+
+def _cell(plan: Plan | None) -> str:
+    if plan is None:
+        return "-"
+    notes = (" whole" if not plan.splits else "") + (" slower" if plan.slower else "")
+    return f"{plan.rows}/{plan.columns}/{plan.scratch_bytes}{notes}"
+
+
+def table() -> dict[str, dict[str, str]]:
+    return {name: {" ".join(way): _cell(planned(way, problem)) for way in WAYS} for name, problem in PROBLEMS.items()}
+
+
+def recorded() -> dict[str, dict[str, str]]:
+    with FILE.open(encoding="utf-8") as file:
+        return {line.pop("problem"): line for line in csv.DictReader(file)}
+
+
+def _sizes(cell: str) -> tuple[int, int, int]:
+    rows, columns, taken = map(int, cell.split()[0].split("/"))
+    return rows, columns, taken
+
+
+def takes_no_more(way: Way, problem: Problem, new: str, old: str) -> bool:
+    """Neither more bytes nor more time."""
+    if "-" in (old, new) or new.split()[1:] != old.split()[1:]:
+        return False
+    (rows, columns, taken), before = _sizes(new), _sizes(old)
+    return taken <= before[2] and time(way, problem, rows, columns) <= time(way, problem, *before[:2])
+
+
+def changes() -> tuple[list[str], list[str]]:
+    """The cells that differ from the file and take no more, and others."""
+    before, better, worse = recorded(), list[str](), list[str]()
+    for name, line in table().items():
+        for way in WAYS:
+            old, new = before[name][" ".join(way)], line[" ".join(way)]
+            if new != old:
+                kind = better if takes_no_more(way, PROBLEMS[name], new, old) else worse
+                kind.append(f"{name}, {' '.join(way)}: {old} -> {new}")
+    return better, worse
+
+
+def test_plans_are_the_recorded_ones() -> None:
+    better, worse = changes()
+    assert not worse, "more bytes or more time"
+    assert not better, "neither more bytes nor more time: write them by `python -m tests.pallas_ce.test_plans`"
+
+
+if __name__ == "__main__":
+    better, worse = changes()
+    print(*(f"no more: {cell}" for cell in better), *(f"more: {cell}" for cell in worse), sep="\n")
+    if worse:
+        sys.exit("more bytes or more time: nothing is written")
+    with FILE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["problem", *map(" ".join, WAYS)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({"problem": name} | line for name, line in table().items())
