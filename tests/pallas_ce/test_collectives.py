@@ -96,7 +96,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "mode", "gpus"),
@@ -152,7 +152,7 @@ def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
     assert large_collectives(text, n, 2) == sorted(expected("TP", mode, n, 2))
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "rows", "served"), [("TP", V, True), ("TP", V + 8, False), ("DP", V + 8, True)])
 def test_shards_of_a_padded_vocabulary(layout: str, rows: int, served: bool) -> None:
