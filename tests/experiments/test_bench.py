@@ -85,6 +85,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.setattr(module, "apart", lambda function, *given, **_: function(*given))
 
 
+@pytest.mark.nightly
 def test_the_loop_is_compared_with_its_step(in_this_process: None, text: Path, tmp_path: Path) -> None:
     found = dry_run("train_speed", tmp_path, "--data", str(text))["train_speed"]["defaults"]
     for result in found["results"].values():

@@ -161,7 +161,7 @@ def test_a_wide_weights_copy_is_part_of_the_peak(backward: Any, needed: tuple[st
     assert 0.5 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 def test_a_deterministic_program_for_an_h200_sorts_nothing(backward: Any, implementation: Any) -> None:
