@@ -30,7 +30,6 @@ def test_loss_and_gradients_match_the_oracle(p: Problem, wide: bool, implementat
     assert_near_oracle(p, got, wide=wide)
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("implementation", "backward"), STREAMED)
 @hypothesis.given(p=problems(), divisor=st.integers(2, 60))
 def test_any_scratch_budget_gives_the_same_result(p: Problem, divisor: int, implementation: str, backward: Any) -> None:
@@ -71,7 +70,6 @@ def _weighted(s: RowStatistics, weights: dict[str, Any]) -> Any:
     return sum(jnp.sum(x.reshape(x.shape[0], -1), axis=1) for x in products)
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
 @hypothesis.given(p=statistics_problems(), data=st.data())
 def test_a_summed_loss_of_any_statistics_matches_the_oracle(
@@ -123,7 +121,6 @@ def _every_statistic(s: Any, advantage: Any, pair: Any, beta: Any) -> Any:
     return ratio * advantage - beta * s.entropy + s.sum_sq_probs * pair[:, 1] + 0.1 * s.varentropy + spread
 
 
-@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_row_loss_on_every_statistic_and_its_row_inputs(implementation: str, backward: Any, wide: bool) -> None:
