@@ -13,8 +13,6 @@ CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 OF_TORCH := tests/torch_bridge tests/experiments/test_bench_torch.py
 WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
 PY = $(VENV)/bin/python
-OF_NEWEST := tests/flax_modules $(addprefix tests/pallas_ce/test_,$(addsuffix .py,\
-	contract every_function transformations materialized_logits))
 QUICKLY = -m pytest -n $(WORKERS) --hypothesis-profile=quick
 export PYTHON TAG
 
@@ -25,7 +23,7 @@ export JAX_PLATFORMS
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all setup format lint typecheck docs pytest wheel release test-newest \
+.PHONY: help train test test-all setup format lint typecheck docs pytest wheel release \
 	test-nightly test-extras test-installs test-gpu bench-check fuzz mutants clean
 
 help:  ## list the targets
@@ -34,7 +32,7 @@ help:  ## list the targets
 train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a GPU, ARGS="--help" for its options)
 	@$(PY) -m experiments.train_lm $(ARGS)
 
-test: lint typecheck docs pytest wheel test-newest  ## run every quality gate (about 20 minutes on two processors)
+test: lint typecheck docs pytest wheel  ## run every quality gate (about 20 minutes on two processors)
 
 test-all: lint typecheck docs pytest wheel test-nightly  ## run the gates and everything that they leave out (an hour)
 
@@ -64,10 +62,6 @@ wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 
 release: wheel  ## build what a release publishes, where tag, version and changelog agree (TAG=v0.2.0)
 	@$(PY) tools/check_release.py dist
-
-test-newest: $(NEWEST)/.dev  ## run two cases of each test of the contract and of Flax on the newest jax
-	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	@$(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=2 $(OF_NEWEST) $(ARGS)
 
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.

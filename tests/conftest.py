@@ -69,7 +69,7 @@ def _memory_maps() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of `make test-newest`."""
+    """The option of `make test-nightly`."""
     parser.addoption("--cases", type=int, metavar="N", help="of each parametrised test, run only N varied cases")
 
 

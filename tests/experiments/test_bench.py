@@ -36,7 +36,7 @@ def dry_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpu_head", []),
+        pytest.param("gpu_head", [], marks=pytest.mark.nightly),
         ("gpu_losses", ["log_probs", "top_k"]),
         ("paper_table", []),
     ],
@@ -85,6 +85,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.setattr(module, "apart", lambda function, *given, **_: function(*given))
 
 
+@pytest.mark.nightly
 def test_the_loop_is_compared_with_its_step(in_this_process: None, text: Path, tmp_path: Path) -> None:
     found = dry_run("train_speed", tmp_path, "--data", str(text))["train_speed"]["defaults"]
     for result in found["results"].values():
@@ -94,6 +95,7 @@ def test_the_loop_is_compared_with_its_step(in_this_process: None, text: Path, t
     assert found["fused_to_canonical"] > 0
 
 
+@pytest.mark.nightly
 def test_trainings_are_compared_and_what_is_missing_is_left_out(
     in_this_process: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -80,6 +80,7 @@ def test_every_way_of_picking_log_probabilities_is_measured(tmp_path: Path) -> N
             assert result["largest_error"] < 1e-5 if exact else result["largest_error"] > 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_pipelines_memory_is_counted_and_measured(tmp_path: Path) -> None:
     found = dry_run("pipeline_memory", tmp_path)["pipeline_memory"]

@@ -68,7 +68,7 @@ def assert_laid_as(found: Any, inputs: Any, explicit: bool) -> None:
         assert jax.typeof(x) == jax.typeof(y) if explicit else x.sharding.is_equivalent_to(y.sharding, y.ndim)
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)
@@ -86,7 +86,7 @@ def test_shardings_alone_split_a_loss(layout: Layout, mode: str, padded: bool, k
         jax.tree.map(np.testing.assert_array_equal, jax.jit(function)(*given), got)
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)
 @pytest.mark.parametrize("kind", KINDS, **IDS)
@@ -131,7 +131,7 @@ def normalised(vocabulary: int, low_rank: bool) -> tuple[Any, Any, Any]:
     return given, count, gradients(reference)(*given)
 
 
-@pytest.mark.nightly(keep=10)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("mode", MODES)
@@ -158,7 +158,7 @@ IN_PART = (
 )
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", IN_PART, **IDS)
@@ -180,6 +180,7 @@ def test_a_loss_inside_a_shard_map_that_leaves_an_axis_automatic(layout: Layout,
     same(jax.jit(gradients(mapped))(*given), want)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 def test_other_losses_inside_shard_map(inside: bool, checked: bool) -> None:
@@ -193,6 +194,7 @@ def test_other_losses_inside_shard_map(inside: bool, checked: bool) -> None:
         same(jax.jit(mapped)(*arguments), jax.value_and_grad(whole, (0, 1))(*arguments))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("layout", "checked"), [(layout, x) for layout in LAYOUTS[1:4] for x in (True, False) if x or not layout.only_rows]
 )
@@ -211,9 +213,9 @@ def test_gradients_are_added_to_sums_inside_shard_map(layout: Layout, checked: b
     same(jax.jit(mapped)(*given), expected_sums(layout.vocabulary))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS[4:], **IDS)
-@pytest.mark.nightly(keep=4)
 def test_float32_weights_are_computed_with_and_gathered_in_bfloat16(layout: Layout, mode: str) -> None:
     step = gradients(functools.partial(loss, padded=True, backward=mode, dtype=jnp.bfloat16))
     results = []

@@ -105,6 +105,7 @@ def test_no_rows_at_all_are_visited_as_none() -> None:
     assert Rows.counted(jnp.zeros(0, bool)).in_row_order(jnp.zeros(0)).shape == (0,)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("wide", [False, True])
 @hypothesis.given(masked=masks())
 def test_few_rows_have_the_places_of_many(masked: Any, wide: bool) -> None:

@@ -96,7 +96,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "mode", "gpus"),
@@ -116,7 +116,7 @@ def test_only_what_the_layout_needs_is_moved(layout: str, mode: str | None, gpus
         assert least <= size <= least + few_numbers(n, gpus)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight", "axes"), [(P("gpu"), {"vocabulary": "gpu"}), (P(None, "gpu"), {"width": "gpu"})])
 def test_inside_shard_map_a_weight_is_gathered_once_for_both_passes(weight: P, axes: dict[str, str]) -> None:
@@ -152,7 +152,7 @@ def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
     assert large_collectives(text, n, 2) == sorted(expected("TP", mode, n, 2))
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "rows", "served"), [("TP", V, True), ("TP", V + 8, False), ("DP", V + 8, True)])
 def test_shards_of_a_padded_vocabulary(layout: str, rows: int, served: bool) -> None:

@@ -85,7 +85,7 @@ def _on_the_cpu(shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...]
     _check(compiled, arguments, needed, **options)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
     mesh = h200.h200_mesh()
@@ -95,7 +95,7 @@ def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
     _check(compiled, arguments, needed, **options)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("backward", "needed"), [MODES[0], *MODES[2:]])
 def test_few_ragged_tiles_on_an_h200_are_not_alive_together(backward: Any, needed: tuple[str, ...]) -> None:
     mesh = h200.h200_mesh()
@@ -106,7 +106,7 @@ def test_few_ragged_tiles_on_an_h200_are_not_alive_together(backward: Any, neede
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.05 * told.peak_bytes
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("backward", "products"), [("in_forward", 3), ("recompute", 4)])
 @pytest.mark.parametrize(("vocab_size", "tiles_apart"), [(131072, False), (151936, True)])
 def test_an_h200s_products_read_and_write_in_place(
@@ -145,7 +145,7 @@ def test_a_ragged_tiles_share_of_the_weights_gradient_is_added_in_place_on_an_h2
         assert not re.search(r" slice\(", add)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 def test_a_wide_weights_copy_is_part_of_the_peak(backward: Any, needed: tuple[str, ...], implementation: Any) -> None:
@@ -161,7 +161,7 @@ def test_a_wide_weights_copy_is_part_of_the_peak(backward: Any, needed: tuple[st
     assert 0.5 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 def test_a_deterministic_program_for_an_h200_sorts_nothing(backward: Any, implementation: Any) -> None:

@@ -144,7 +144,7 @@ def serving(gpu: str, name: str, dtype: Any = jnp.bfloat16) -> set[str]:
     return {"mosaic_gpu"} if dtype == jnp.bfloat16 or "stored" in name else set()
 
 
-@pytest.mark.nightly(keep=len(CALLS))
+@pytest.mark.nightly(keep=6)
 @on_each_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(name: str, gpu: str) -> None:
@@ -188,7 +188,7 @@ def test_both_backends_return_the_same_types(name: str, places: tuple[int, ...],
     assert left_to_lowering(differentiated, hidden, weight, *of_head, labels)
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "row temperatures"])
 def test_a_mesh_of_h200s_decides_for_what_lies_on_it(name: str, dtype: Any) -> None:
@@ -211,7 +211,7 @@ def test_in_a_shard_map_they_serve_where_axes_are_not_tracked(name: str, checked
     assert bool(kernels_in(jax.jit(mapped).lower(*on_mesh(mesh, *places)))) == (not checked)
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @on_each_gpu
 @pytest.mark.parametrize("sizes", [(512, 64, 16384), (8, 4096, 16), (1, 16, 8), (4096, 256, 16384)])
 @pytest.mark.parametrize("backward", ["auto", "in_forward", "recompute"])

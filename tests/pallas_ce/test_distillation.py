@@ -43,6 +43,7 @@ def _definition(arrays: dict[str, Any], divergence: str, beta: float, temperatur
     return kl(log_q, log_p) if divergence == "forward_kl" else kl(log_p, log_q)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @hypothesis.given(data=st.data())

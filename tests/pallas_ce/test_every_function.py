@@ -47,6 +47,7 @@ def _compiled(name: str, **fixed: Any) -> Any:
     return run
 
 
+@pytest.mark.nightly(keep=6)
 @every_function
 def test_any_leading_shape(name: str) -> None:
     function, shape = by_row(name), (2, 3, 2)
@@ -75,6 +76,7 @@ def test_rows_that_do_not_count_may_hold_anything_and_get_nothing(name: str) -> 
     assert not any(np.any(x) for x in floating(nothing))
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("name", [name for name in HEADS if not name.startswith(("linear_sample", "linear_top_k"))])
 def test_float64_is_served_in_float64(name: str) -> None:
     with jax.enable_x64(True):
@@ -127,7 +129,7 @@ def _closed(name: str, implementation: Any, count: int) -> Any:
     return _compiled(name, scratch_bytes=400, **chosen)(HIDDEN, WEIGHT, FEW, **options)
 
 
-@pytest.mark.nightly(keep=14)
+@pytest.mark.nightly(keep=8)
 @every_way
 def test_entries_of_minus_infinity_are_as_if_they_were_not_there(name: str, implementation: Any) -> None:
     found, gradients = _closed(name, implementation, 17)
@@ -135,7 +137,7 @@ def test_entries_of_minus_infinity_are_as_if_they_were_not_there(name: str, impl
     assert not np.any(gradients[1][17:])
 
 
-@pytest.mark.nightly(keep=14)
+@pytest.mark.nightly(keep=8)
 @every_way
 def test_rows_without_a_distribution_have_gradient_zero(name: str, implementation: Any) -> None:
     assert not any(np.any(gradient) for gradient in _closed(name, implementation, 0)[1])
@@ -147,7 +149,7 @@ def test_chosen_entries_are_constants(name: str) -> None:
     assert not any(np.any(g) for g in gradients)
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=3)
 @every_function
 def test_a_batch_of_sequences_streams_a_shared_weight_once(name: str) -> None:
     hidden, weights, labels = HIDDEN.reshape(3, 4, H), jnp.stack([WEIGHT, 2 * WEIGHT, -WEIGHT]), LABELS.reshape(3, 4)
@@ -186,7 +188,7 @@ LARGE = {
 ROWS = jnp.arange(40) % 30
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", TEMPERED)
 def test_values_and_gradients_stay_finite_at_the_ends_of_the_temperatures_range(name: str) -> None:
     @functools.partial(jax.grad, has_aux=True)
@@ -209,7 +211,7 @@ def test_temperatures_outside_their_range_are_refused_with_its_bounds(name: str,
         HEADS[name](LARGE["hidden"], LARGE["weight"], ROWS, temperature=wrong)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly
 @every_function
 def test_no_tracer_outlives_its_trace(name: str) -> None:
     """JAX's leak check finds whatever a cache or a partitioner keeps of a call's arrays."""

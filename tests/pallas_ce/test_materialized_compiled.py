@@ -46,7 +46,7 @@ def _copies(text: str) -> int:
     return len(re.findall(rf"= \(?\w+\[{N},{V}\][^=]* copy(?:-start)?\(", text))
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", GRADIENTS)

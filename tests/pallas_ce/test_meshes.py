@@ -46,6 +46,7 @@ def test_eight_devices_give_the_result_of_one(file: str, marked: str) -> None:
     outputs(started(8, "pytest", *plugins, f"tests/pallas_ce/{file}.py", "-m", marked))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes_give_the_result_of_one() -> None:
     """JAX's distributed runtime, collectives over sockets."""

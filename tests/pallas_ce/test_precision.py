@@ -64,6 +64,7 @@ def test_every_product_of_every_function_has_the_precision_asked_for(
     assert_all(products(HEADS[name], precision=precision, **options, **teacher), precision)
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("name", HEADS)
 def test_jaxs_configuration_decides_where_nothing_is_said(name: str) -> None:
     teacher = {"teacher_precision": "tensorfloat32"} if name in DISTILLATIONS else {}

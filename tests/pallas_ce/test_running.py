@@ -120,7 +120,7 @@ def test_differentiating_it_is_an_error_that_says_what_to_do() -> None:
         )
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 def test_an_h200s_program_takes_the_memory_of_one_micro_batch_and_the_sum(implementation: Any, backward: Any) -> None:

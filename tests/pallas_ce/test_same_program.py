@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # Prints a line for each call: its name and a digest of its program.
@@ -53,6 +55,7 @@ for backward in ("in_forward", "recompute") if importlib.util.find_spec("triton"
 """
 
 
+@pytest.mark.nightly
 def test_pythons_hash_seed_changes_no_program():
     """Names of statistics stand in sets, whose order it decides."""
     processes = [

@@ -62,6 +62,7 @@ def _problems(draw: Any) -> Problem:
     return p
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("sampler", ["log_uniform", "uniform", _evens])
 @hypothesis.given(p=_problems(), data=st.data())
 def test_loss_and_gradients_match_the_definition(sampler: Any, p: Problem, data: Any) -> None:

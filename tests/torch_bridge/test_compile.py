@@ -94,6 +94,7 @@ def assert_as_eager(compiled, function, sizes, rtol, atol):
         torch.testing.assert_close(value_and_gradients(compiled, *given), want, rtol=rtol, atol=atol)
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [(name, None) for name in FUNCTIONS if "policy" not in name and name != "shift"]
@@ -128,8 +129,8 @@ def test_compiled_functions_name_targets_outside_the_vocabulary_where_they_are_v
         compiled(hidden, weight, target)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.nightly(keep=2)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, while inductor is imported
 @pytest.mark.parametrize(
     ("function", "sizes"),

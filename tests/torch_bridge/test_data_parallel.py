@@ -68,6 +68,7 @@ def train(rank, _):
     check_head_in_loss(mesh, x[mine], target[mine], reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_both_kinds_of_data_parallelism_train_as_one_process_does():
     processes.run(train)

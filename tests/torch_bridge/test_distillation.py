@@ -68,6 +68,7 @@ def plain(
 FURTHER = ("linear_bias", "teacher_bias", "logit_scale", "teacher_logit_scale", "token_weights", "temperature", "term")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @hypothesis.given(
     divergence=st.sampled_from(DIVERGENCES),

@@ -86,6 +86,7 @@ def train_adapters(rank, _):
         check_steps(rank, adapted(make(tied=False), options), model)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_under_fsdp2_a_patched_model_trains_as_in_one_process():
     processes.run(train)

@@ -30,6 +30,7 @@ def loss(hidden, weight, **options):
     return linear_cross_entropy(hidden, weight, TARGET, **options)
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("trained", [["up"], ["down"], ["up", "down"], ["hidden", "up", "down"], ["weight", "up"]])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_are_those_of_the_merged_weight_and_only_of_what_requires_them(trained, transposed):

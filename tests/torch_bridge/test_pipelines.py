@@ -142,6 +142,7 @@ def every_schedule(rank, device):
     evaluate(rank, torch.device(device))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_schedule_trains_as_one_process_does():
     processes.run(every_schedule)

@@ -69,21 +69,25 @@ def test_any_options_in_float16(p: Problem, backward: Any) -> None:
     assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
 
 
+@pytest.mark.nightly(keep=1)
 def test_statistics_and_any_cotangents_match_the_oracle() -> None:
     """K labels, temperatures of every kind, masked rows and a given u among them."""
     test_contract.test_statistics_and_any_cotangents_match_the_oracle(implementation="triton")
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_a_summed_loss_of_any_statistics_matches_the_oracle(backward: Any) -> None:
     test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle(implementation="triton", backward=backward)
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_a_row_loss_on_every_statistic_and_its_row_inputs(backward: Any) -> None:
     test_contract.test_a_row_loss_on_every_statistic_and_its_row_inputs("triton", backward, False)
 
 
+@pytest.mark.nightly(keep=2)
 @both_modes
 @pytest.mark.parametrize("axis", [0, 1])
 def test_several_blocks_and_tiles_of_a_small_budget(backward: Any, axis: int) -> None:
@@ -94,6 +98,7 @@ def test_several_blocks_and_tiles_of_a_small_budget(backward: Any, axis: int) ->
     assert_near_oracle(p, library_results(p, "triton", backward, scratch_bytes=40_000))
 
 
+@pytest.mark.nightly(keep=2)
 @both_modes
 @pytest.mark.parametrize(("axis", "several"), [(0, True), (1, True), (1, False)])
 def test_blocks_are_added_to_sums(backward: Any, axis: int, several: bool) -> None:
@@ -116,6 +121,7 @@ def test_sums_of_float16_and_any_options(
     assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, implementation="triton", scratch_bytes=budget)
 
 
+@pytest.mark.nightly(keep=1)
 def test_parts_of_the_vocabulary_are_added_to_a_sum(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """None is put in its place by the kernel that does so with a gradient's parts."""
     monkeypatch.setattr(backend, "_LEAST_COLUMNS", 256)
@@ -126,6 +132,7 @@ def test_parts_of_the_vocabulary_are_added_to_a_sum(launched: list[str], monkeyp
     assert "product_kernel" not in launched
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_low_rank_terms_padding_may_hold_anything(
     tiles: Config, axis: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
@@ -144,6 +151,7 @@ def test_a_low_rank_terms_padding_may_hold_anything(
         assert relative_error(gradient, exact[name]) <= 1e-2, name
 
 
+@pytest.mark.nightly(keep=2)
 @both_modes
 def test_float16_is_as_accurate_as_rounding_dlogits_and_results(backward: Any) -> None:
     p = make(5, 33, 40, 100)
@@ -156,6 +164,7 @@ def test_float16_is_as_accurate_as_rounding_dlogits_and_results(backward: Any) -
         assert relative_error(gradient, exact[name]) <= float(np.finfo(np.float16).eps), name
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(("ignored", "padding"), [(0, 0), (30, 0), (43, 0), (30, 3)])
 def test_products_of_parts_of_the_vocabulary(
@@ -182,6 +191,7 @@ def test_products_of_parts_of_the_vocabulary(
         assert relative_error(gradient, exact[name]) <= float(np.finfo(np.float16).eps), name
 
 
+@pytest.mark.nightly(keep=2)
 @both_modes
 def test_padding_of_a_shard_may_hold_anything(tiles: Config, backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     p = make(9, 20, 16, 96)
@@ -208,6 +218,7 @@ def as_shard(p: Problem, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     p.arrays["weight"][entries:] = np.nan
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_padded_vocabulary_of_minus_infinities_and_ties() -> None:
     """The lowest of equal logits is the argmax, also across tiles; a row of -inf only has lse -inf and gradient 0."""
     p = make(6, 5, 8, 70)
@@ -227,6 +238,7 @@ def test_a_padded_vocabulary_of_minus_infinities_and_ties() -> None:
     assert np.all(gradient == 0)
 
 
+@pytest.mark.nightly(keep=2)
 @both_modes
 def test_the_same_inputs_give_the_same_bits_however_many_programs_share_the_tiles(
     tiles: Config, backward: Any, monkeypatch: pytest.MonkeyPatch
@@ -247,7 +259,6 @@ SPOILT = [
 ]
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(("name", "way"), SPOILT)
 @few
 @hypothesis.given(seed=st.integers(0, 2**16), dtype=st.sampled_from(["float16", "float32"]))
@@ -256,6 +267,7 @@ def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, way: Any, seed:
     spoilt.check(CASES[name], s, way, seed)
 
 
+@pytest.mark.nightly(keep=2)
 @both_modes
 @pytest.mark.parametrize("where", ["weight", "bias"])
 def test_one_nan_in_the_head_makes_every_row_and_every_gradient_nan(backward: Any, where: str) -> None:

@@ -229,6 +229,7 @@ def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest
         binding.compiled(kernel_of("forward", "plain", 0, jnp.bfloat16, 8192, None))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -> None:
     """Down to machine code, by JAX's assembler; scratch is a result of the launch, so nothing is allocated in it."""
@@ -248,6 +249,7 @@ def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -
     assert program.memory_analysis().temp_size_in_bytes <= 4 * (n + v) * h + 1.1 * 2**29
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize("name", ["mapped", "scanned"])
 def test_gradients_stacked_by_a_loop_are_copied(name: str, backward: str) -> None:

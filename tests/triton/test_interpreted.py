@@ -11,7 +11,10 @@ CONTRACT = Path(__file__).with_name("in_interpreter.py")
 
 
 @pytest.mark.slow
-def test_the_contract_holds_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "marked", ["not nightly and not drawn", pytest.param("nightly or drawn", marks=pytest.mark.nightly)]
+)
+def test_the_contract_holds_in_the_interpreter(marked: str) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(CONTRACT)]
@@ -19,5 +22,7 @@ def test_the_contract_holds_in_the_interpreter() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in without}
     environment |= {"TRITON_INTERPRET": "1"}
     root = CONTRACT.parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "-m", marked], env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

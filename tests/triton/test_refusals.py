@@ -107,6 +107,7 @@ def test_a_low_rank_term_takes_no_rows_off_a_block_to_speak_of(mode: Any) -> Non
     assert found[1].rows * found[1].columns >= 0.95 * found[0].rows * found[0].columns
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("vocabulary", [32768, 262144])
 @pytest.mark.parametrize("tokens", [1024, 8192, 32768])
 def test_the_forward_keeps_little_of_each_row(tokens: int, vocabulary: int) -> None:
