@@ -42,7 +42,7 @@ def _values(target: Mapping[str, Any], points: Points) -> list[float]:
     found = select(points, target["select"])
     for name, (least, most) in target.get("where", {}).items():
         found = {key: value for key, value in found.items() if least <= points[key[0]][name] <= most}
-    for name, combined in (("minus", float.__sub__), ("over", float.__truediv__)):
+    for name, combined in (("plus", float.__add__), ("minus", float.__sub__), ("over", float.__truediv__)):
         if name in target:
             others = {point: value for (point, _), value in select(points, target[name]).items()}
             only = math.nan if "*" in target[name].partition("/")[0] else next(iter(others.values()), math.nan)
@@ -56,8 +56,8 @@ def select(points: Points, selector: str) -> dict[tuple[str, str], float]:
     found = {}
     for key, point in points.items():
         if fnmatch.fnmatchcase(key, name):
-            sizes = {"dH_mib": 4 * point.get("n", 0) * point.get("h", 0) / 2**20}
-            sizes["dW_mib"] = 4 * point.get("v", 0) * point.get("h", 0) / 2**20
+            n, v, h = (point.get(size, 0) for size in "nvh")
+            sizes = {"dH_mib": 4 * n * h / 2**20, "gradients_mib": 2 * (n + v) * h / 2**20}
             records = point.get("results", {}) if program else {"": {**point, **sizes}}
             for other, record in records.items():
                 if not program or fnmatch.fnmatchcase(other, program[0]):
