@@ -18,7 +18,7 @@ from pallas_ce.backends.xla.tiling import preferred, tiled_plan, tiles_bytes
 from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.parallel.entry import over_rows_only
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
-from pallas_ce.streaming.planner import budget
+from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles
 

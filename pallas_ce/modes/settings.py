@@ -14,8 +14,8 @@ from pallas_ce.backends.select import Default
 from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
+from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
 from pallas_ce.streaming.gradient_products import PerInput
-from pallas_ce.streaming.planner import DEFAULT_SCRATCH_BYTES, budget
 
 # The default scratch at most, and by vocabulary entry: a wider vocabulary needs more for a block of as many rows. The
 # default doubles where rows should be many and are kept twice as wide: as operands, or in in_forward's stash.

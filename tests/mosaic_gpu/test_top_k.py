@@ -15,7 +15,7 @@ from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import finalise
-from pallas_ce.streaming.planner import DEFAULT_SCRATCH_BYTES
+from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES
 from tests.mosaic_gpu.compiled import arguments, clean
 from tests.mosaic_gpu.conftest import logits_of, make_problem
 from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits

@@ -132,7 +132,7 @@ def time(way: Way, problem: Problem, rows: int, columns: int) -> float:
     blocks, tiles = -(-problem.tokens // rows), -(-problem.spec.vocab_size // columns)
     if way.backend == "mosaic_gpu" and way.task == "recompute":
         with _on(way):
-            return plans._recompute_cost(operands.padded_spec(problem.spec), problem.tokens, rows, columns)
+            return plans._recompute_cost(operands.padded_spec(problem.spec), problem.tokens, blocks, rows, columns)
     return blocks * tiles
 
 
@@ -167,7 +167,7 @@ def takes_no_more(way: Way, problem: Problem, new: str, old: str) -> bool:
 
 def changes() -> tuple[list[str], list[str]]:
     """The cells that differ from the file and take no more, and others."""
-    before, better, worse = recorded(), list[str](), list[str]()
+    better, worse, before = [], [], recorded()
     for name, line in table().items():
         for way in WAYS:
             old, new = before[name][" ".join(way)], line[" ".join(way)]

@@ -1,15 +1,12 @@
 """Block sizes: as much work at a time as the scratch budget holds, in full tiles."""
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
 
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, PARTIALS_BYTES, TALL, Config, cost, rule
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
-from pallas_ce.streaming.planner import search, sizes, widest
 
 # Scratch of the recompute mode at most; with more, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
@@ -55,21 +52,25 @@ def minimum(spec: HeadSpec, mode: Mode | None) -> int:
 
 def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int) -> Plan:
     """Plans the forward and in_forward: blocks of rows of nearly equal size, each over the whole vocabulary."""
-    columns = spec.vocab_size
 
-    def scratch(rows: int, *, splits: bool = False) -> int:
-        several = rows < tokens
-        total, stash = _scratch(spec, mode, rows, columns, several=several, splits=splits), _stash(spec, rows, columns)
-        return total - stash if mode == "in_forward" and several and stash <= spare_bytes else total
+    def bytes_beside(rows: int, blocks: int, *, splits: bool = False) -> int:
+        total = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks, splits=splits)
+        stash = _stash(spec, rows, spec.vocab_size)
+        return total - stash if mode == "in_forward" and blocks > 1 and stash <= spare_bytes else total
 
-    fitting = (rows for rows in sizes(tokens, tokens, _ROW_STEP) if scratch(rows) <= scratch_bytes)
-    few = itertools.islice(fitting, _MORE_BLOCKS if mode == "in_forward" else 1)
-    rows = min(few, key=lambda rows: _in_forward_cost(spec, tokens, rows))
-    splits = scratch(rows, splits=True) <= scratch_bytes
-    needed = scratch(rows, splits=splits)
+    blocks = 1
+    while (rows := _even_rows(tokens, blocks)) > 1:
+        if bytes_beside(rows, blocks) <= scratch_bytes:
+            break
+        blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
+    if mode == "in_forward" and blocks > 1:
+        blocks = min(range(blocks, blocks + _MORE_BLOCKS), key=lambda count: _in_forward_cost(spec, tokens, count))
+        rows = _even_rows(tokens, blocks)
+    splits = bytes_beside(rows, blocks, splits=True) <= scratch_bytes
+    needed = bytes_beside(rows, blocks, splits=splits)
     if mode is None:
         needed += _partial_bytes(spec, rows) - _partial_bytes(spec, 1)
-    return Plan(rows, columns, min(needed, scratch_bytes), columns, skips_rows=True, splits=splits)
+    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), spec.vocab_size, skips_rows=True, splits=splits)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,38 +80,53 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
     Cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work.
     """
     del sms
-
-    def scratch(rows: int, columns: int) -> int:
-        return _scratch(spec, "recompute", rows, columns, several=rows < tokens)
-
-    def columns(rows: int) -> Sequence[int]:
-        if scratch(rows, spec.vocab_size) <= budget:
-            return [spec.vocab_size]
-        fitting = widest(functools.partial(scratch, rows), budget, COLUMN_STEP)
-        most = min(fitting, spec.vocab_size // COLUMN_STEP * COLUMN_STEP)
-        return range(most, 0, -COLUMN_STEP)[:_WIDTHS][::-1]  # the narrowest of equal time
-
     budget = min(scratch_bytes, _RECOMPUTE_BYTES)
-    by_step = sizes(tokens, tokens, _ROW_STEP, _BLOCK_ROWS)
-    rows = itertools.takewhile(lambda rows: rows * _MOST_BLOCKS >= tokens, by_step)
-    found = search(rows, columns, scratch, functools.partial(_recompute_cost, spec, tokens), budget)
-    found = found or (min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP))
-    return Plan(*found, scratch(*found), spec.vocab_size, skips_rows=True)
+    choices = []
+    for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
+        rows = min(tokens, operands.round_up(_even_rows(tokens, blocks), _BLOCK_ROWS))
+        for columns in _tile_columns(spec, rows, budget, blocks):
+            cost = _recompute_cost(spec, tokens, blocks, rows, columns)
+            choices.append((cost, blocks, rows, columns))
+    least = 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP)
+    blocks, rows, columns = min(choices)[1:] if choices else least
+    scratch = _scratch(spec, "recompute", rows, columns, blocks=blocks)
+    return Plan(rows, columns, scratch, spec.vocab_size, skips_rows=True)
 
 
-def _in_forward_cost(spec: HeadSpec, tokens: int, rows: int) -> int:
-    """The time of in_forward in blocks of `rows`, in rows whose products take as long."""
+def _in_forward_cost(spec: HeadSpec, tokens: int, blocks: int) -> int:
+    """The time of in_forward in `blocks` blocks, in rows whose products take as long."""
     fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
-    return -(-tokens // rows) * (operands.round_up(rows, _FULL_ROWS) + fixed)
+    return blocks * (operands.round_up(_even_rows(tokens, blocks), _FULL_ROWS) + fixed)
 
 
-def _recompute_cost(spec: HeadSpec, tokens: int, rows: int, columns: int) -> float:
+def _even_rows(tokens: int, blocks: int) -> int:
+    """Rows of `blocks` nearly equal blocks, in full tiles where there are that many rows."""
+    rows = -(-tokens // blocks)
+    return min(tokens, operands.round_up(rows, _ROW_STEP)) if rows > _ROW_STEP else rows
+
+
+def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[int]:
+    """Widths to choose from: all of the vocabulary, or the largest multiples of a step within the budget."""
+
+    def scratch(columns: int) -> int:
+        return _scratch(spec, "recompute", rows, columns, blocks=blocks)
+
+    step = COLUMN_STEP
+    if scratch(spec.vocab_size) <= budget:
+        return [spec.vocab_size]
+    most = spec.vocab_size // step
+    while most and scratch(most * step) > budget:
+        most = min(most - 1, budget * most // scratch(most * step))
+    return [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
+
+
+def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int) -> float:
     """The time of recompute in logits of one product: its three products, and the memory that they move besides.
 
     Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
     the tile's weight `[columns, H]`, and its hidden states may be gathered again for each tile.
     """
-    size, blocks, tiles = spec.hidden_size, -(-tokens // rows), -(-spec.vocab_size // columns)
+    size, tiles = spec.hidden_size, -(-spec.vocab_size // columns)
     last = spec.vocab_size - (tiles - 1) * columns
 
     def products(width: int) -> float:
@@ -126,7 +142,7 @@ def _recompute_cost(spec: HeadSpec, tokens: int, rows: int, columns: int) -> flo
 
 
 def _scratch(
-    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, several: bool = True, splits: bool = False
+    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2, splits: bool = False
 ) -> int:
     """Bytes that a call takes beside inputs, outputs and accumulators.
 
@@ -138,7 +154,7 @@ def _scratch(
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     shape = operands.stored_shape(rows, columns)
     term = narrow * operands.round_up(spec.rank, _DEPTH) * (shape[0] + spec.weight_rows)
-    block = rows * spec.hidden_size
+    several, block = blocks > 1, rows * spec.hidden_size
     if mode is None:
         return term + _partial_bytes(spec, 1) + narrow * block * several
     # Where it is padded, products read a copy with zeros for padding.

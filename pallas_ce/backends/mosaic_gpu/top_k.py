@@ -4,6 +4,7 @@ For each row of V entries the kernel writes 4·V bytes of logits while it multip
 (`streaming.selection`) reads and sorts V/8 bytes of maxima, and 128·k bytes of logits are read again.
 """
 
+import bisect
 import dataclasses
 import math
 
@@ -15,7 +16,7 @@ from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming import selection
-from pallas_ce.streaming.planner import budget, sizes
+from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.selection import Largest
 
 # Rows of a block are a multiple of this where there are as many, so that tiles are full.
@@ -43,7 +44,12 @@ class StoredBlocks:
     def block_sizes(self, tokens: int) -> Plan:
         """See `protocol.TopKFinder`."""
         limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
-        rows = next(rows for rows in sizes(tokens, tokens, _ROW_STEP) if self._scratch(rows) <= limit)
+        most = bisect.bisect_right(range(1, tokens + 1), limit, key=self._scratch)
+        if _ROW_STEP < most < tokens:
+            most -= most % _ROW_STEP
+        rows = -(-tokens // -(-tokens // most))  # of nearly equal blocks
+        if rows > _ROW_STEP:
+            rows = min(tokens, operands.round_up(rows, _ROW_STEP))
         return Plan(rows, self.spec.vocab_size, self._scratch(rows), self.spec.vocab_size)
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:

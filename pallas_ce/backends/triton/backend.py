@@ -16,8 +16,8 @@ from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.gradient_products import Arrays, TileStep
-from pallas_ce.streaming.planner import shrink, sizes, widest
 from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.tiles import equal_parts, shrink
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -94,7 +94,7 @@ class TritonBackend(Backend):
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
             if spared >= _SPARED * rows:
                 rows, of_row = spared, of_row - stash
-        rows = next(sizes(tokens, rows, _STEP))
+        rows = _equal(tokens, rows)
         return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, skips_rows=mode is None)
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
@@ -144,9 +144,11 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     scratch = functools.partial(_scratch, spec, "recompute")
     whole = functools.partial(scratch, tokens, several=False)
     most = min(spec.vocab_size, _RECOMPUTE_COLUMNS)
-    small = max(_LEAST_COLUMNS, _RECOMPUTE_BYTES // (spec.dtype.itemsize * tokens))
-    rows, columns = tokens, min(most, small, widest(whole, scratch_bytes))
-    if columns < min(most, _LEAST_COLUMNS):
+    fitting = min(most, (scratch_bytes - whole(0)) // (whole(1) - whole(0)))
+    fitting = min(fitting, max(_LEAST_COLUMNS, _RECOMPUTE_BYTES // (spec.dtype.itemsize * tokens)))
+    if fitting >= min(most, _LEAST_COLUMNS):
+        rows, columns = tokens, fitting
+    else:
         rows, columns = shrink(tokens, most, scratch, scratch_bytes)
     if columns < spec.vocab_size:
         columns = _of_parts(spec, rows, columns)
@@ -166,7 +168,7 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
     """Columns of each part, at most `most`.
 
     The multiprocessors work on a part's tiles round by round, and the last round of each may be nearly empty. So these
-    are the columns with the fewest rounds for all parts, and the fewest of several.
+    are the columns with the fewest rounds for all parts, and of several, those that make parts equal.
     """
     tile = configs.config_for(spec, binding.capability(), "dlogits")
     row_blocks, at_once = -(-rows // tile.rows), targets.multiprocessors()
@@ -175,7 +177,19 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
         parts = -(-spec.vocab_size // columns)
         return parts * (-(-row_blocks * -(-columns // tile.columns) // at_once) + _ROUNDS_OF_A_PART), columns
 
-    return min(sizes(spec.vocab_size, most, _STEP), key=cost)
+    return min(range(_down(most), most // 2, -_STEP), key=cost, default=_down(most))
+
+
+def _equal(tokens: int, most: int) -> int:
+    """Rows of the fewest blocks of at most `most` rows: about equal ones, in whole steps."""
+    blocks = -(-tokens // most)
+    rows = equal_parts(tokens, blocks, _STEP)
+    return rows if rows <= most else _down(-(-tokens // blocks))
+
+
+def _down(count: int) -> int:
+    """At most `count`, at least 1, and a multiple of the step where there are that many."""
+    return max(1, count // _STEP * _STEP or count)
 
 
 def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, several: bool = True) -> int:

@@ -5,14 +5,13 @@ accelerator products must be large to fill the chip, and sums over blocks and ti
 of them. So blocks and tiles are as large as the scratch allows, in the proportions of least traffic.
 """
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
-from pallas_ce.streaming.planner import search, shrink, sizes, widest
+from pallas_ce.streaming.tiles import equal_parts, shrink
 
 
 class Tiling(NamedTuple):
@@ -46,7 +45,7 @@ _TPU = _GPU._replace(in_place=False, worth_adding=1024)
 # Blocks and tiles of an accelerator are a multiple of this, which its matrix units' own tiles divide.
 _STEP = 128
 
-# How many times longer than the three products one pass over sums, as `_traffic` counts them, would take if each
+# How many times longer than the three products one pass over sums, as `_least_traffic` counts them, would take if each
 # logit had one: 8·H bytes to 6·H operations, and accelerators do 150 to 250 operations in the time of a byte.
 _PASSES = 200
 
@@ -74,34 +73,50 @@ def tiled_plan(
 
     The limit must hold one row of `least_columns`.
     """
-    most_rows = min(tokens, tiling.rows)
-    most_columns = min(vocab_size, max(least_columns, tiling.elements // most_rows))
-
-    def columns(rows: int) -> Iterator[int]:
-        room = min(most_columns, widest(functools.partial(scratch, rows), limit))
-        widths = sizes(vocab_size, room, _STEP, _STEP)
-        wide = itertools.takewhile(lambda width: vocab_size / width - vocab_size / room < _TRIED, widths)
-        return (max(least_columns, width) for width in wide)
-
-    time = functools.partial(_traffic, tokens, vocab_size)
-    rows = () if tiling.cached else sizes(tokens, most_rows, _STEP, _STEP)
+    rows = min(tokens, tiling.rows)
+    columns = min(vocab_size, max(least_columns, tiling.elements // rows))
+    found = None
+    if not tiling.cached:
+        found = _least_traffic(tokens, vocab_size, rows, columns, scratch, limit, least_columns)
     # Where there is no room for a whole step: halved along their longer side.
-    found = search(rows, columns, scratch, time, limit)
-    found = found or shrink(most_rows, most_columns, scratch, limit, least_columns)
-    return Plan(*found, scratch(*found), vocab_size, last_apart=tiling.in_place)
+    rows, columns = found or shrink(rows, columns, scratch, limit, least_columns)
+    return Plan(rows, columns, scratch(rows, columns), vocab_size, last_apart=tiling.in_place)
 
 
-def _traffic(tokens: int, vocab_size: int, rows: int, columns: int) -> float:
-    """The time of block sizes beside the products themselves.
+def _least_traffic(
+    tokens: int,
+    vocab_size: int,
+    most_rows: int,
+    most_columns: int,
+    scratch: Callable[[int, int], int],
+    limit: int,
+    least_columns: int,
+) -> tuple[int, int] | None:
+    """Rows and columns that take the least time beside the products themselves; None where no step of rows fits.
 
     Over all of the vocabulary V the sum for N rows is read and written V/columns times, and that for the weight once
     for each of N/rows blocks, if there are several: in units of N·V numbers, `1/columns + 1/rows`. The last block and
     the last tile do again a part of what the ones before did, and at the end of each product a part of the chip idles.
     """
-    blocks, tiles = -(-tokens // rows), -(-vocab_size // columns)
-    again = (blocks * rows / tokens) * (tiles * columns / vocab_size) - 1
-    idle = _IDLE / (rows * columns)
-    return 1 / columns + (1 / rows if blocks > 1 else 0) + (again + idle) / _PASSES
+    best, least = None, math.inf
+    for steps in range(-(-most_rows // _STEP), 0, -1):
+        blocks = -(-tokens // min(most_rows, steps * _STEP))
+        rows = equal_parts(tokens, blocks, _STEP)
+        fixed = scratch(rows, 0)
+        room = (limit - fixed) // (scratch(rows, 1) - fixed)
+        if room < max(1, least_columns):
+            continue
+        fewest = -(-vocab_size // min(room, most_columns))
+        for tiles in range(fewest, fewest + _TRIED):
+            columns = max(least_columns, equal_parts(vocab_size, tiles, _STEP))
+            if columns > room or scratch(rows, columns) > limit:
+                continue
+            again = (blocks * rows / tokens) * (tiles * columns / vocab_size) - 1
+            idle = _IDLE / (rows * columns)
+            time = 1 / columns + (1 / rows if blocks > 1 else 0) + (again + idle) / _PASSES
+            if time < least:
+                best, least = (rows, columns), time
+    return best
 
 
 def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, rows: int, columns: int) -> int:
