@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_ce.backends import entries, low_rank
@@ -147,8 +148,8 @@ class Block(abc.ABC):
         """dlogits without single entries in place of `operand`."""
 
     @abc.abstractmethod
-    def for_hidden(self, operand: jax.Array) -> jax.Array:
-        """`operand·weight [n, H]`."""
+    def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+        """`scale∘operand·weight [n, H]`, with `scale [n]`; it may be rounded to `dtype`."""
 
     @abc.abstractmethod
     def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
@@ -191,7 +192,7 @@ class Block(abc.ABC):
     def products(self, gradient: Gradient, stash: Stash, sums: Arrays) -> tuple[Arrays, jax.Array | None]:
         """See `Backend.stash_products`."""
         head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
-        spec, (coefficients, _, argmax, needs, factor, total) = head.spec, gradient
+        spec, (coefficients, _, argmax, needs, factor, total, hidden_dtype) = head.spec, gradient
         replaced = [
             (columns, entries.gradients(head, batch, columns, logits, gradient))
             for columns, logits in ((batch.labels, stash.target_logit), (argmax, stash.max_logit))
@@ -213,7 +214,7 @@ class Block(abc.ABC):
             operand = low_rank.zeroed(operand, self.valid_rows)
         for_hidden, for_down, weight, bits, bias_sum, up_sum = None, None, None, None, sums.bias, sums.up
         if needs.hidden:
-            for_hidden = scale[:, None] * self.for_hidden(operand)
+            for_hidden = self.for_hidden(operand, scale, hidden_dtype or spec.accumulator)
         if head.up is not None and needs.down:
             for_down = scale[:, None] * head.matmul(operand, head.up[: spec.vocab_size], (1, 0))
         if total is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
+import numpy as np
 
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
@@ -58,6 +59,7 @@ class Gradient(NamedTuple):
         needs: which products, see `needed_products`.
         factor: `[]`, what undoes the normalisation.
         weight_sum: in_forward's, where the weight's share goes; None if it is not needed.
+        hidden_dtype: which hidden's share of in_forward may be rounded to; None: the accumulator dtype.
     """
 
     coefficients: Coefficients
@@ -66,6 +68,7 @@ class Gradient(NamedTuple):
     needs: PerInput[bool] = NO_GRADIENT
     factor: jax.Array | float = 1.0
     weight_sum: WeightGradient | None = None
+    hidden_dtype: np.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,6 +137,7 @@ def _statistics_and_sums(
             needs,
             factor,
             None if sums.weight is None else WeightGradient(sums.weight, in_place or block.number != 0, bits=bits),
+            hidden_dtype if not needs.down else None,
         )
         of_head = NO_ARRAYS._replace(bias=sums.bias, up=sums.up)
         shares, bits = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)

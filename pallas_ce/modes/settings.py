@@ -132,8 +132,8 @@ class Settings:
         spare = weight_sum.spare
         if weight_sum.given:
             default, spare = default + spare, 0
-        if weight_sum.narrow:  # the larger the sum, the more it costs to read it for each block
-            default += weight_sum.bytes // 4
+        if weight_sum.narrow:  # a large sum costs much to read for each block, and beside a small one there is room
+            default = max(default + weight_sum.bytes // 4, _MOST_SCRATCH_BYTES - weight_sum.bytes)
         return self._within_budget(spec, tokens, mode, default, spare)
 
     def _within_budget(

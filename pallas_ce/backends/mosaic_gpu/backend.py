@@ -84,7 +84,7 @@ class MosaicGpuBackend(Backend):
         """The kernel that makes logits for plain cross entropy."""
         spec = operands.padded_spec(spec)
         kernel, vectors = _KERNELS[mode]
-        config = schedule.rule(kernel, spec, vectors, options)
+        config = schedule.rule(kernel, spec, plan.rows, vectors, options)
         return Description((Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns),))
 
     def statistics(

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
@@ -48,11 +49,11 @@ class Kernels(Block):
         given = self.head, self.batch.hidden, gradient.reference, gradient.coefficients
         return dlogits_kernel.dlogits(*given, into=operand, valid_rows=self.valid_rows)
 
-    def for_hidden(self, operand: jax.Array) -> jax.Array:
+    def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
         """Multiplies by a kernel, which XLA does not autotune."""
         head = self.head
         given = operand, operands.own_weight(head), head.spec.vocab_axis, self.valid_rows, head.valid_columns
-        return product_kernel.for_hidden(*given, splits=self.splits)
+        return product_kernel.for_hidden(*given, scale=scale, dtype=dtype, splits=self.splits)
 
     def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         """Multiplies by a kernel, which adds in place."""

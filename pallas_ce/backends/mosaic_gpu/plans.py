@@ -132,7 +132,7 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
     def products(width: int) -> float:
         for_hidden = cost(product_kernel.hidden_config(rows, size), rows, size) * width / size
         for_weight = cost(product_kernel.weight_config(width, size, 0), width, size) * rows / size
-        return cost(rule("dlogits", spec, 2, 0), rows, width) + for_hidden + for_weight
+        return cost(rule("dlogits", spec, rows, 2, 0), rows, width) + for_hidden + for_weight
 
     moved = 8 * tokens * tiles
     if blocks > 1:

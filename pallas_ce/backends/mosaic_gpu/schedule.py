@@ -83,9 +83,12 @@ class Config:
 TALL = Config(rows=128, columns=192, stages=3, row_group=8, piece=64, staged=3)
 WIDE = Config()
 
-# Tall tiles pay from these sizes: a shorter sum does not hide their epilogue, and with fewer entries few rows leave
-# multiprocessors idle.
-_TALL_HIDDEN_SIZE, _TALL_VOCAB_SIZE = 2048, 2**16
+# Half as tall, for rows that fill few rounds of the multiprocessors; it takes longer for each product.
+_HALF = dataclasses.replace(TALL, rows=64, stages=4, row_group=16)
+_HALF_COST = 1.03
+
+# Tall tiles pay from these sizes: a shorter sum does not hide their epilogue, and fewer entries fill few rounds.
+_TALL_HIDDEN_SIZE, _TALL_VOCAB_SIZE = 2048, 2**15
 
 # Most vectors by row with which a kernel's tall tiles spill no register: without options of a head, and with some.
 _VECTORS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": (3, 0), "dlogits": (3, 0)}
@@ -93,18 +96,19 @@ _PIECES: dict[Kernel, int | None] = {"forward": None, "stash": 128, "dlogits": 6
 _MANY = Config(columns=128, stages=5, piece=64)
 
 
-def rule(kernel: Kernel, spec: HeadSpec, vectors: int, options: int) -> Config:
-    """Tiles of a kernel that makes logits. They do not depend on the number of rows, so a row's bits do not either.
+def rule(kernel: Kernel, spec: HeadSpec, rows: int, vectors: int, options: int) -> Config:
+    """Tiles of a kernel that makes logits. Only their height depends on the number of rows, so a row's bits do not.
 
     Args:
         kernel: which one.
         spec: the head.
+        rows: how many.
         vectors: how many statistics or coefficients it has by row.
         options: how many of bias, scale, soft cap and given u the head has.
     """
     long = spec.hidden_size >= _TALL_HIDDEN_SIZE and spec.vocab_size >= _TALL_VOCAB_SIZE
     if long and vectors <= _VECTORS[kernel][options > 0]:
-        return TALL
+        return min((TALL, _HALF), key=lambda c: cost(c, rows, spec.vocab_size) * (1 if c is TALL else _HALF_COST))
     if options >= 2 or (kernel != "forward" and vectors > 4):
         return _MANY
     return dataclasses.replace(WIDE, piece=_PIECES[kernel])

@@ -27,11 +27,11 @@ class Kernels(Block):
         """One launch."""
         return launch.dlogits(self.head, self.batch, gradient, into=operand)
 
-    def for_hidden(self, operand: jax.Array) -> jax.Array:
-        """One product."""
+    def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+        """One product, whose scaling and rounding XLA joins with what comes after."""
         head = self.head
         tile = Tiles(head.spec.vocab_size, head.spec.vocab_size, head.valid_columns).tile(0)
-        return head.matmul(operand, head.existing_weight(tile), (1, head.spec.vocab_axis))
+        return scale[:, None] * head.matmul(operand, head.existing_weight(tile), (1, head.spec.vocab_axis))
 
     def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         """One product, which XLA has add to the total in place: so the first block has a program of its own."""

@@ -16,6 +16,9 @@ from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, WARPGROUPS, Config
 
+# Of a wgmma accumulator: of each row a thread has two neighbouring numbers.
+_LEAST_COLUMNS = 8
+
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -38,6 +41,12 @@ def columns_of(ref: Any, column: jax.Array, shape: tuple[int, ...]) -> jax.Array
     """Numbers of a vector by column in global memory, the same in every row of `shape`."""
     by_column = plgpu.load(ref.at[pl.ds(column, shape[1])], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return lax.broadcast_in_dim(by_column, shape, [1])
+
+
+def sum_of_rows(x: jax.Array) -> jax.Array:
+    """The sum of each row, in an order that does not depend on how many rows there are, as Mosaic's would."""
+    pieces = (x[:, first : first + _LEAST_COLUMNS] for first in range(0, x.shape[1], _LEAST_COLUMNS))
+    return functools.reduce(jnp.add, pieces).sum(axis=1)
 
 
 def constant_by_row(rows: int, value: jax.Array | float, dtype: Any = jnp.float32) -> jax.Array:

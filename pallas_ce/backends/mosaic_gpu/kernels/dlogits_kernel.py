@@ -46,7 +46,7 @@ def dlogits(
         valid_rows: `[]` int32: rows from there on are undefined, and whole tiles of them skipped; None: none.
     """
     part, vectors = part or operands.Part(head.spec.vocab_size), vectors_by_row(coefficients, reference)
-    config = operands.tiles_of("dlogits", head, len(vectors.keys() - {"reference"}))
+    config = operands.tiles_of("dlogits", head, hidden.shape[0], len(vectors.keys() - {"reference"}))
     given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, part.width)
     inputs = {name: given.by_row(x) for name, x in vectors.items()}
     numbers = {"first_column": part.first, "valid_columns": part.valid, "valid_rows": valid_rows}

@@ -114,13 +114,13 @@ def piece_partial(
         measured = z - layouts.along_columns(reference, shape)
         if "u" in refs:
             u = layouts.columns_of(refs["u"], column, shape)
-            found["weighted_sum"] = jnp.where((u != 0) & (measured != 0), u * measured, 0.0).sum(axis=1)
+            found["weighted_sum"] = layouts.sum_of_rows(jnp.where((u != 0) & (measured != 0), u * measured, 0.0))
         else:
             counted = jnp.where(spec.valid(refs, column, shape), measured, 0.0) if spec.ragged else measured
-            found["weighted_sum"] = counted.sum(axis=1) * spec.uniform_weight
+            found["weighted_sum"] = layouts.sum_of_rows(counted) * spec.uniform_weight
     if "sum_weights" in fields:
         if "u" in refs:
-            found["sum_weights"] = layouts.columns_of(refs["u"], column, shape).sum(axis=1)
+            found["sum_weights"] = layouts.sum_of_rows(layouts.columns_of(refs["u"], column, shape))
         else:
             total = spec.uniform_weight * spec.valid_count(refs, column, shape[1])
             found["sum_weights"] = layouts.constant_by_row(shape[0], total)
@@ -139,13 +139,13 @@ def piece_partial(
             distance = jnp.maximum(distance, FARTHEST)
         exp = jnp.exp2(distance * LOG2E)
         if "sum_exp_shifted" in fields:
-            found["sum_exp_shifted"] = (exp * distance).sum(axis=1)
-        found["sum_exp"] = exp.sum(axis=1)
+            found["sum_exp_shifted"] = layouts.sum_of_rows(exp * distance)
+        found["sum_exp"] = layouts.sum_of_rows(exp)
         if "sum_exp_sq" in fields:
-            found["sum_exp_sq"] = (exp * exp).sum(axis=1)
+            found["sum_exp_sq"] = layouts.sum_of_rows(exp * exp)
         if "sum_exp_deviation_sq" in fields:
             deviation = distance - layouts.along_columns(mean_distance(Partial(**found)), shape)
-            found["sum_exp_deviation_sq"] = (exp * (deviation * deviation)).sum(axis=1)
+            found["sum_exp_deviation_sq"] = layouts.sum_of_rows(exp * (deviation * deviation))
     if missing := sorted(set(fields) - set(found)):
         raise NotImplementedError(f"implementation='mosaic_gpu' does not compute {missing} of a Partial: use 'xla'")
     return Partial(**found), exp

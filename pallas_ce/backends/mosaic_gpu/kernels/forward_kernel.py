@@ -34,7 +34,7 @@ def statistics(
     fields = fields_for(names)
     if not fields:
         return Partial()
-    config = operands.tiles_of("forward", head, partials.vectors(names))
+    config = operands.tiles_of("forward", head, hidden.shape[0], partials.vectors(names))
     given = operands.operands(head, hidden, config, reads_logit_weights(names))
     epilogue = StatisticsEpilogue(given.logits, fields)
     rows = hidden.shape[0]

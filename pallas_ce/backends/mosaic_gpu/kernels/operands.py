@@ -113,10 +113,10 @@ class Part(NamedTuple):
     valid: jax.Array | None = None
 
 
-def tiles_of(kernel: Kernel, head: Head, vectors: int) -> Config:
+def tiles_of(kernel: Kernel, head: Head, rows: int, vectors: int) -> Config:
     """The tiles of a kernel that makes the head's logits; see `schedule.rule`."""
     given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
-    return schedule.rule(kernel, head.spec, vectors, sum(option is not None for option in given))
+    return schedule.rule(kernel, head.spec, rows, vectors, sum(option is not None for option in given))
 
 
 class Operands(NamedTuple):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, Part, padded
+from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, Part, pad, padded
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, TALL, WIDE, Config, Product, cost
 
 _MOST_PARTS = 8
@@ -66,9 +66,11 @@ def for_hidden(
     valid_rows: jax.Array | None = None,
     existing: jax.Array | None = None,
     *,
+    scale: jax.Array | None = None,
+    dtype: Any = jnp.float32,
     splits: bool = True,
 ) -> jax.Array:
-    """`stored·weight [n, H]` float32.
+    """`scale∘stored·weight [n, H]` in `dtype`.
 
     Args:
         stored: `[n, V]`.
@@ -77,17 +79,21 @@ def for_hidden(
         valid_rows: `[]` int32: rows of the result from there on are undefined; None: none.
         existing: `[]` int32: where `stored` is 0 from there on, the weight counts as 0 whatever it is; None: V, and the
             weight has no other entries in reach of a step, or finite ones.
-        splits: whether there is memory for partial products.
+        scale: `[n]`; None: 1.
+        dtype: of the result.
+        splits: whether there is memory for partial products, in float32.
     """
     rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
     product, matrices = _hidden_product(stored, weight, vocab_axis)
     count = parts(product.config, rows, hidden_size, product.length) if splits else 1
     product = dataclasses.replace(product, parts=count)
-    by_part = jax.ShapeDtypeStruct((count, matrices[0].shape[0], hidden_size), jnp.float32)
+    shape = count, matrices[0].shape[0], hidden_size
+    outputs = {"product": jax.ShapeDtypeStruct(shape, dtype if count == 1 else jnp.float32)}
     numbers = {"valid_rows": valid_rows, "finite_length": existing}
-    outputs = {"product": by_part}
-    found = launch.run("pallas_ce_for_hidden", product, matrices, ProductEpilogue(), {}, outputs, numbers)
-    return found["product"].sum(axis=0)[:rows]
+    by_row = None if scale is None else pad(scale, (product.row_blocks * product.config.tile_rows,))
+    inputs = {"row_scale": by_row}
+    found = launch.run("pallas_ce_for_hidden", product, matrices, ProductEpilogue(), inputs, outputs, numbers)
+    return found["product"].sum(axis=0, dtype=jnp.float32)[:rows].astype(dtype)
 
 
 def add_for_hidden(
@@ -203,6 +209,10 @@ class ProductEpilogue(Epilogue):
         """Stores the tile or adds it."""
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
+        if "row_scale" in refs:
+            values *= layouts.along_columns(
+                layouts.rows_of(refs["row_scale"], place.row, place.config.rows), values.shape
+            )
         target = refs["product"]
         row = place.row + loop.number(refs, "to_row", ROW_MULTIPLE)
         column = place.column + loop.number(refs, "to_column", math.gcd(loop.STEP, target.shape[-1], self.starts))

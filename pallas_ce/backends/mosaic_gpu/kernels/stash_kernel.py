@@ -41,7 +41,7 @@ def stash(
     spec = head.spec
     # The sums of u are the same for all rows.
     fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
-    config = operands.tiles_of("stash", head, 1 + partials.vectors(names))
+    config = operands.tiles_of("stash", head, hidden.shape[0], 1 + partials.vectors(names))
     given, rows = operands.operands(head, hidden, config, reads_logit_weights(names)), hidden.shape[0]
     shape = operands.stored_shape(rows, spec.vocab_size)
     epilogue = StashEpilogue(given.logits, fields)
