@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, tempered
-from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.evaluate import differentiable
 from pallas_ce.modes.fold import Streams, over_rows_that_count
+from pallas_ce.modes.recompute import finished, gradient_sums
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays, Shards
 from pallas_ce.statistics import divergences as pairs
@@ -84,7 +84,7 @@ def _backward(
         operation = streamed(pair, functools.partial(_gradients, needs_grad), whole_head=True)
         more = (teacher.hidden, found, cotangent)
         rows = RowArrays(operands.batch, operands.mask, more=more)
-        return sweep.finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
+        return finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
 
 
 # The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
@@ -182,4 +182,4 @@ def _gradients(needs_grad: PerInput[bool], pair: Pair, local: Local, teacher: He
 
         return step
 
-    return sweep.gradient_sums(local, head.weight.dtype, plan, needs_grad, factor, products)
+    return gradient_sums(local, head.weight.dtype, plan, needs_grad, factor, products)
