@@ -241,7 +241,7 @@ class Head:
         if needs.weight:
             for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
         if needs.bias:
-            for_bias = dlogits.sum(axis=0)
+            for_bias = dlogits.sum(axis=0, dtype=self.spec.accumulator)
         up = None if self.up is None else tile.take(self.up)
         found = self.term_products(batch, rounded, up, needs)
         return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias)
