@@ -40,8 +40,7 @@ from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.gradient import Coefficients
-from pallas_ce.statistics.powers import exponent_above, power_of_two
+from pallas_ce.statistics.gradient import Coefficients, exponent_above, power_of_two
 from pallas_ce.statistics.row import Partial, from_reference, spread
 from pallas_ce.statistics.table import log_sum
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, WeightGradient

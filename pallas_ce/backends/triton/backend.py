@@ -9,7 +9,7 @@ import numpy as np
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Stash
-from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
+from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, in_forward, launch, recomputation
 from pallas_ce.backends.triton.configs import Use
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
@@ -97,10 +97,10 @@ class TritonBackend(Backend):
         rows = _equal(tokens, rows)
         return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, skips_rows=mode is None)
 
-    def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
+    def describe(self, spec: HeadSpec, options: int, mode: Mode | None) -> Launch:
         """The kernel and its tiles, of plain cross entropy."""
         config = configs.config_for(spec, binding.capability(), _USES[mode], options)
-        return Description((Launch("head_kernel", config.rows, config.columns),))
+        return Launch("head_kernel", config.rows, config.columns)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
