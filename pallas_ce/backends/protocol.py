@@ -145,8 +145,8 @@ class Backend(Protocol):
         capabilities: see there.
         top_k: `(spec, k, scratch_bytes)` to a finder, if it has one of its own.
         materialized: kernels for materialized logits, if it has any.
-        describe: `(spec, options, mode)` to the kernel that makes logits for plain cross entropy, for `explain`, if there
-            is one; `options` is how many of bias, scale and soft cap the head has.
+        describe: `(spec, options, mode)` to the kernel that makes logits of plain cross entropy, for `explain`, if one
+            does; `options` is how many of bias, scale and soft cap the head has.
     """
 
     name: str

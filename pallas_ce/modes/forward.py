@@ -81,7 +81,7 @@ def _local_statistics(
     # Where a way has a loop, the host is told of the choice anyway.
     choice = device_cond if parts.skips_rows else lax.cond
     found = choice(
-        few_ignored(rows.mask),
+        few_ignored(jnp.sum(rows.mask, dtype=jnp.int32), tokens),
         lambda: zeroed(rows.mask, visit(Rows.counted(None), whole)),
         lambda: visit(Rows.counted(rows.mask), parts),
     )

@@ -195,7 +195,7 @@ def gradient_sums(
     whole = sums.weight is not None and sums.weight.shape == head.weight.shape
     sums = without_padding(head, plan.vocab_size, sums, weight=whole and not in_place)
     for_rows = through_down(head, sums.hidden, sums.down), sums.down
-    hidden_sum, for_down = jax.tree.map(lambda x: factor * counted.in_row_order(x), for_rows)
+    hidden_sum, for_down = jax.tree.map(lambda x: factor * counted.put_all(0, x), for_rows)
     bias, up = jax.tree.map(lambda x: factor * x, (sums.bias, sums.up))
     sums = sums._replace(hidden=hidden_sum, bias=bias, up=up, down=for_down)
     dtypes = hidden.dtype, weight_dtype
