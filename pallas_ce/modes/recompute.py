@@ -27,13 +27,14 @@ from pallas_ce.parallel.shards import Local, RowArrays, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.gradient_products import (
+    BY_COLUMN,
+    BY_ROW,
     NO_ARRAYS,
     Arrays,
     PerInput,
     TileStep,
     WeightGradient,
     needed_products,
-    plus,
 )
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles, pad
@@ -155,8 +156,8 @@ def gradient_sums(
         def block_body(block: RowBlock, sums: Arrays) -> Arrays:
             total = None if sums.weight is None else WeightGradient(sums.weight)
             share = (only or products(block))(i, sums.hidden, total)
-            bias, up, down = plus(sums.bias, share.bias), plus(sums.up, share.up), block.add(sums.down, share.down)
-            return share._replace(bias=bias, up=up, down=down)
+            share = share.of(BY_COLUMN, lambda x, total: total + x, sums)
+            return share._replace(down=block.add(sums.down, share.down))
 
         of_tile = carry._replace(weight=jnp.zeros(tile_shape, wide) if needs.weight else None)
         return blocks.for_each(block_body, head.with_column_sums(of_tile, needs, plan.columns))
@@ -176,10 +177,7 @@ def gradient_sums(
                     share = lax.optimization_barrier(share)
                 found = found._replace(weight=total.with_share(share, spec.vocab_axis))
 
-        def put(total: jax.Array | None, of_tile: jax.Array | None) -> jax.Array | None:
-            return None if total is None or of_tile is None else tile.put(total, of_tile)
-
-        return found._replace(bias=put(carry.bias, found.bias), up=put(carry.up, found.up))
+        return found.of(BY_COLUMN, lambda x, total: tile.put(total, x), carry)
 
     weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
     # Every tile replaces its part; what no tile covers is padding.
@@ -194,10 +192,8 @@ def gradient_sums(
         sums = sums._replace(hidden=sums.hidden[: hidden.shape[0]])
     whole = sums.weight is not None and sums.weight.shape == head.weight.shape
     sums = without_padding(head, plan.vocab_size, sums, weight=whole and not in_place)
-    for_rows = through_down(head, sums.hidden, sums.down), sums.down
-    hidden_sum, for_down = jax.tree.map(lambda x: factor * counted.put_all(0, x), for_rows)
-    bias, up = jax.tree.map(lambda x: factor * x, (sums.bias, sums.up))
-    sums = sums._replace(hidden=hidden_sum, bias=bias, up=up, down=for_down)
+    sums = sums._replace(hidden=through_down(head, sums.hidden, sums.down))
+    sums = sums.of(BY_ROW, lambda x: factor * counted.put_all(0, x)).of(BY_COLUMN, lambda x: factor * x)
     dtypes = hidden.dtype, weight_dtype
     return sum_over_devices(local, needs_grad, sums, dtypes, scattered=by_tile, hidden_scale=head.logit_scale)
 
