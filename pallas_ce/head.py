@@ -231,12 +231,17 @@ class Head:
         if needs.hidden:
             for_hidden = self.matmul(rounded, self.existing_weight(tile), (1, axis))
         if needs.weight:
-            for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
+            for_weight = self.for_weight(rounded, hidden)
         if needs.bias:
             for_bias = dlogits.sum(axis=0, dtype=self.spec.accumulator)
         up = None if self.up is None else tile.take(self.up)
         found = self.term_products(batch, rounded, up, needs)
         return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias)
+
+    def for_weight(self, dlogits: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
+        """`dlogits [n, c]ᵀ·rows [n, H]` in the weight's layout."""
+        a, b = (dlogits, rows) if self.spec.vocab_axis == 0 else (rows, dlogits)
+        return self.matmul(a, b, (0, 0), dtype)
 
     def existing_weight(self, tile: Tile) -> jax.Array:
         """The tile's part of the weight, 0 in a shard's padding: dlogits are 0 there, but 0·NaN is not."""

@@ -28,8 +28,8 @@ _GATHERED_STEP = 256
 
 def empty_statistics(names: frozenset[str], batch: Batch, head: Head) -> Statistics:
     """Zeros for each statistic: what ignored rows keep."""
-    structs = {name: struct(name, batch.leading, batch.targets, head.spec.accumulator) for name in sorted(names)}
-    return {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
+    shapes = batch.leading, batch.targets
+    return {name: jnp.zeros_like(struct(name, *shapes, head.spec.accumulator)) for name in sorted(names)}
 
 
 def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statistics:
