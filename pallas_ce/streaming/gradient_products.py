@@ -1,7 +1,7 @@
 """What tiles of dlogits are multiplied for: which gradients are asked, and where the products go."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class PerInput[T](NamedTuple):
     def of(self, names: tuple[str, ...], f: Callable[..., T], *others: "PerInput[T]") -> "PerInput[T]":
         """With `f` of the values here and in the others for each of `names`, None where one has None."""
         given = {name: [getattr(x, name) for x in (self, *others)] for name in names}
-        made = {name: None if any(x is None for x in xs) else f(*xs) for name, xs in given.items()}
+        made: Any = {name: None if any(x is None for x in xs) else f(*xs) for name, xs in given.items()}
         return self._replace(**made)
 
 

@@ -53,10 +53,11 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
         tile = Tiles(spec.vocab_size, size, head.valid_columns).tile(index)
         dz = entries.put_among(launch.dlogits(head, batch, rest, tile), exact, tile.start, first, size)
         found = head.tile_products(batch, dz, tile, gradient.needs._replace(weight=False))
-        for_weight = None
-        if weight_sum is not None and (carrying is None or weight_sum.adds):
+        if weight_sum is None:
+            for_weight = None
+        elif carrying is None or weight_sum.adds:
             for_weight = weight_sum.with_share(head.for_weight(dz, batch.hidden), spec.vocab_axis)
-        elif weight_sum is not None:  # the whole gradient: rounded as it is made, and no sum in float32 is written
+        else:  # the whole gradient: rounded as it is made, and no sum in float32 is written
             rounded = head.for_weight(dz, carrying, weight_sum.array.dtype)
             for_weight = weight_sum._replace(scale=None).with_share(rounded, spec.vocab_axis)
         return found._replace(hidden=block.add(hidden_sum, found.hidden), weight=for_weight)
