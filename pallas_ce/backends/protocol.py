@@ -164,6 +164,7 @@ class Backend(Protocol):
 
         `padded_share`: the head is a device's share of a padded vocabulary, with `Head.valid_columns`.
         """
+        return None
 
     def slower(self, spec: HeadSpec) -> str | None:
         """Why another backend is faster for such a head, which this one serves by name only; None where none is."""

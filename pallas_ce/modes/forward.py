@@ -66,10 +66,8 @@ def _local_statistics(
         blocks = counted.blocks(tokens, plan.rows, skipped=plan.skips_rows)
         return blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)
 
-    if rows.mask is None:
-        return shards.own_rows(visit(Rows.counted(None), whole)), None
-    if before_gradient and whole.skips_rows and whole.rows >= tokens:
-        # One way, with one kernel to compile, where a choice would have two.
+    # One way, with one kernel to compile, where a choice would have two.
+    if rows.mask is None or (before_gradient and whole.skips_rows and whole.rows >= tokens):
         return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None
     # To pack all rows at once would take a copy of hidden's size.
     steps = _GATHERED_BYTES // (_GATHERED_STEP * head.spec.hidden_size * hidden.dtype.itemsize)

@@ -16,7 +16,7 @@ from jax import lax
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile, reads_logit_weights, without_columns
 from pallas_ce.streaming.gradient_products import BY_COLUMN, BY_ROW, Arrays, TileStep, WeightGradient, put_in_sums
@@ -42,10 +42,6 @@ class XlaBackend(Backend):
     def on(self, platform: str | None) -> "XlaBackend":
         """With that platform's block sizes."""
         return XlaBackend(platform or targets.platform())
-
-    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
-        """Never: plain JAX serves every head and all rows."""
-        return None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
