@@ -12,20 +12,10 @@ from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.tiles import Tile
 
 
-def accumulator_of(dtype: np.dtype) -> np.dtype:
-    """The dtype of sums, statistics and losses over operands of `dtype`: float32, or float64 for float64."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
 def common_dtype(a: Any, b: Any) -> np.dtype:
     """What two dtypes promote to by JAX's standard rule, whichever one is set for the program around."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.promote_types(a, b))
-
-
-def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
-    """`c·tanh(x/c)`, or the logits themselves where there is no cap."""
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def tempered(logits: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
@@ -91,7 +81,7 @@ class HeadSpec:
     @property
     def accumulator(self) -> np.dtype:
         """The dtype of products, statistics and losses: float32, or float64 for float64."""
-        return accumulator_of(self.dtype)
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
 
 class Batch(NamedTuple):
@@ -216,7 +206,9 @@ class Head:
             z = z + jnp.broadcast_to(bias.astype(z.dtype), z.shape)
         if self.logit_scale is not None:
             z = z * self.logit_scale
-        return tempered(soft_cap(z, self.spec.softcap), inverse_temperature)
+        if (cap := self.spec.softcap) is not None:
+            z = cap * jnp.tanh(z / cap)
+        return tempered(z, inverse_temperature)
 
     def bound(self, inverse_temperature: jax.Array | None) -> jax.Array | float | None:
         """What the soft cap keeps the logits' size below: `c`, `c/T [n, 1]` under row temperatures, or None."""
@@ -239,12 +231,17 @@ class Head:
         if needs.hidden:
             for_hidden = self.matmul(rounded, self.existing_weight(tile), (1, axis))
         if needs.weight:
-            for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
+            for_weight = self.for_weight(rounded, hidden)
         if needs.bias:
-            for_bias = dlogits.sum(axis=0)
+            for_bias = dlogits.sum(axis=0, dtype=self.spec.accumulator)
         up = None if self.up is None else tile.take(self.up)
         found = self.term_products(batch, rounded, up, needs)
         return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias)
+
+    def for_weight(self, dlogits: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
+        """`dlogits [n, c]ᵀ·rows [n, H]` in the weight's layout."""
+        a, b = (dlogits, rows) if self.spec.vocab_axis == 0 else (rows, dlogits)
+        return self.matmul(a, b, (0, 0), dtype)
 
     def existing_weight(self, tile: Tile) -> jax.Array:
         """The tile's part of the weight, 0 in a shard's padding: dlogits are 0 there, but 0·NaN is not."""

@@ -15,7 +15,7 @@ from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import WeightOptions
 from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
+from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
 from pallas_ce.modes.settings import WeightSum
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
@@ -229,10 +229,10 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     weight_sum = how.weight_sum(spec, problem.weight.dtype, needs_grad, Shards()) if alone else WeightSum()
     passes: tuple[Mode | None, ...] = (None, mode) if mode == "recompute" else (mode,)
     options = sum(x is not None for x in (problem.bias, problem.logit_scale, spec.softcap))
-    describe = how.backend.describe or (lambda *_: Description())
+    describe = how.backend.describe
     with known_device((hidden, weight)):
         plans = [how.block_sizes(spec, max(tokens, 1), needed, weight_sum) for needed in passes]
-        described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
+        launches = tuple(describe(spec, options, needed) for needed in passes) if describe else ()
     plan = plans[-1]
     scratch = max(plan.scratch_bytes for plan in plans) + part.gathered_bytes
     of_hidden = spec.accumulator
@@ -260,7 +260,7 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
         accumulator_bytes=sums,
         peak_bytes=scratch + copied + sums + gradients + by_row,
         weight_copy_bytes=copied,
-        launches=tuple(launch for of_pass in described for launch in of_pass.launches),
+        launches=launches,
         parallelism=part.words,
     )
 

@@ -11,7 +11,7 @@ from pallas_ce.api.head_options import CrossEntropyOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.options import call_metrics
 from pallas_ce.api.problem import Problem
-from pallas_ce.modes import evaluate, running
+from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
@@ -123,7 +123,7 @@ def add_gradients(
     """
     static, operands = operands_of(settings, problem)
     operands = operands._replace(known=known, cotangent=cotangent, weight_sum=weight_sum)
-    return running.loss_and_gradients(static, operands, needs_grad)[1]
+    return evaluate.loss_and_gradients(static, operands, needs_grad)[1]
 
 
 def operands_of(settings: Settings, problem: Problem) -> tuple[Call[Settings], Operands]:

@@ -16,9 +16,8 @@ from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
-from pallas_ce.statistics.logits import present
+from pallas_ce.statistics.logits import present, product
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
-from pallas_ce.statistics.support import as_set, over_support
 from pallas_ce.streaming.gradient_products import PerInput
 
 # The statistics of a support's ids.
@@ -201,20 +200,33 @@ def compute(
 
 
 def _over_support(settings: Settings, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
-    mask = operands.mask
-    logits = evaluate.statistics(Call(settings, _OF_SUPPORT), operands)["target_logit"]
-    found = over_support(logits, present(operands.batch.labels), labels)
+    """Of `p = softmax(logits)` over each row's set of ids alone.
+
+    A label outside its row's set has log-probability -inf and no gradient.
+    """
+    ids, logits = present(operands.batch.labels), evaluate.statistics(Call(settings, _OF_SUPPORT), operands)
+    inside, place = ids != NO_TARGET, ids == labels[..., None]
+    in_support = (labels != NO_TARGET) & jnp.any(place, axis=-1)
+    z = jnp.where(inside, logits["target_logit"], -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
+    distance = z - jnp.where(jnp.isinf(largest), 0.0, largest)
+    exponentials = jnp.exp(distance)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    none = total == 0  # a row without any id, or of -inf only, has no probabilities
+    total = jnp.where(none, 1.0, total)
+    log_p, p = distance - jnp.log(total), exponentials / total
+    of_label = jnp.sum(jnp.where(place, log_p, 0.0), axis=-1)
+    top = jnp.take_along_axis(ids, jnp.argmax(z, axis=-1)[..., None], axis=-1)[..., 0]
 
     def of_rows(x: jax.Array) -> jax.Array:
-        return x if mask is None else jnp.where(mask, x, jnp.zeros((), x.dtype))
+        return x if operands.mask is None else jnp.where(operands.mask, x, jnp.zeros((), x.dtype))
 
-    log_probs, entropy, sum_sq_probs, hit, in_support = map(of_rows, found)
     return LogProbs(
-        log_probs,
-        entropy if "entropy" in names else None,
-        sum_sq_probs if "sum_sq_probs" in names else None,
-        hit if "argmax" in names else None,
-        in_support,
+        of_rows(jnp.where(in_support & ~none[..., 0], of_label, -jnp.inf)),
+        of_rows(-jnp.sum(product(p, jnp.where(p == 0, 0.0, log_p)), axis=-1)) if "entropy" in names else None,
+        of_rows(jnp.sum(p * p, axis=-1)) if "sum_sq_probs" in names else None,
+        of_rows(in_support & (top == labels)) if "argmax" in names else None,
+        of_rows(in_support),
     )
 
 
@@ -234,6 +246,8 @@ def _operands(problem: Problem, support: jax.Array | None) -> tuple[Operands, ja
     """The rows that count, whose targets are the labels, or a support's ids; and the labels."""
     batch, head, mask = problem.rows_that_count()
     labels = present(batch.labels)
-    if support is not None:
-        batch = batch._replace(labels=as_set(problem.shifted(canonical(support, head.spec.vocab_size), NO_TARGET)))
+    if support is not None:  # in ascending order, and none in place of all but the first of equal ones
+        ids = jnp.sort(problem.shifted(canonical(support, head.spec.vocab_size), NO_TARGET), axis=-1)
+        again = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
+        batch = batch._replace(labels=jnp.where(again, NO_TARGET, ids))
     return Operands(batch, head, mask), labels

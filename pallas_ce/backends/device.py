@@ -30,13 +30,18 @@ def platform() -> str:
     return jax.default_backend() if device is None else str(device.platform)
 
 
+def _gpus() -> list[jax.Device]:
+    """The process's CUDA devices."""
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+
+
 @functools.cache
 def local_cuda() -> str | None:
     """The model of the process's first CUDA device, None without one."""
-    try:
-        return next((str(device.device_kind) for device in jax.local_devices(backend="cuda")), None)
-    except RuntimeError:
-        return None
+    return next((str(gpu.device_kind) for gpu in _gpus()), None)
 
 
 def cuda_kind() -> str | None:
@@ -48,15 +53,7 @@ def cuda_kind() -> str | None:
 def multiprocessors() -> int:
     """The number of multiprocessors of the GPU traced for, or of an H100 where nothing tells, as in an interpreter."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return _local_multiprocessors() if device is None else int(device.num_cores)
-
-
-@functools.cache
-def _local_multiprocessors() -> int:
-    try:
-        return int(jax.local_devices(backend="cuda")[0].core_count)
-    except RuntimeError:
-        return 132
+    return next((int(gpu.core_count) for gpu in _gpus()), 132) if device is None else int(device.num_cores)
 
 
 class Gpus(NamedTuple):
@@ -94,19 +91,11 @@ GPUS: dict[str, Gpus] = {
 
 def compute_capability(kind: str) -> str | None:
     """The compute capability of a device model, as "9.0"; None for one that is no CUDA device, or not known."""
-    try:
-        local = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        local = []
-    for device in local:
-        if device.device_kind == kind:
-            return str(device.compute_capability)
-    return next(
-        (capability for capability, gpus in GPUS.items() if any(_names(name, kind) for name in gpus.models)), None
-    )
-
-
-def _names(name: str, kind: str) -> bool:
-    """Whether a model's full name has this one in it, in words of its own: A10 does not name an A100."""
-    digits = name.replace("x", r"\d")
-    return re.search(rf"\b{digits}\b", kind) is not None
+    for gpu in _gpus():
+        if gpu.device_kind == kind:
+            return str(gpu.compute_capability)
+    for capability, gpus in GPUS.items():
+        # In words of their own: A10 does not name an A100.
+        if any(re.search(rf"\b{model}\b".replace("x", r"\d"), kind) for model in gpus.models):
+            return capability
+    return None

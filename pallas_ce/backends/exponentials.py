@@ -39,10 +39,9 @@ from jax import lax
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.head import Batch, Head
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.gradient import Coefficients
-from pallas_ce.statistics.powers import exponent_above, power_of_two
+from pallas_ce.statistics.gradient import exponent_above, power_of_two
 from pallas_ce.statistics.row import Partial, from_reference, spread
 from pallas_ce.statistics.table import log_sum
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, WeightGradient
@@ -83,16 +82,6 @@ class Range(NamedTuple):
 # replaced entry stay below 2**15.
 _FLOAT32 = Range(20.0, 0.0, -30.0, 43.0, 1e30, True)
 _RANGES = {"bfloat16": _FLOAT32, "float16": Range(None, 5.0, -1.0, 10.0, 2.0**15, False), "float32": _FLOAT32}
-
-
-def always_recomputed(spec: HeadSpec, coefficients: Coefficients) -> bool:
-    """Whether dlogits of coefficients without single entries are recomputed however well the exponentials fit."""
-    return not (_scales(spec, coefficients) or _RANGES[spec.dtype.name].logarithms)
-
-
-def _scales(spec: HeadSpec, coefficients: Coefficients) -> bool:
-    """Whether the exponentials themselves are the products' operand."""
-    return spec.softcap is None and {name for name, c in coefficients._asdict().items() if c is not None} == {"prob"}
 
 
 @jax.tree_util.register_dataclass
@@ -200,12 +189,13 @@ class Block(abc.ABC):
         ]
         scale = jnp.ones(rows, spec.accumulator)
         gradient = gradient._replace(coefficients=entries.without(coefficients))
-        if always_recomputed(spec, gradient.coefficients):
-            operand = self.recomputed(gradient, stash.exponentials)
-        elif _scales(spec, gradient.coefficients):
+        terms = {name for name, c in gradient.coefficients._asdict().items() if c is not None}
+        if spec.softcap is None and terms == {"prob"}:
             operand, scale = self._with_scale(gradient, stash, replaced)
-        else:
+        elif _RANGES[spec.dtype.name].logarithms:
             operand = self._formed(gradient, stash)
+        else:
+            operand = self.recomputed(gradient, stash.exponentials)
         for columns, exact in replaced:
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / spread(scale, exact)))

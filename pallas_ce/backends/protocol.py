@@ -108,16 +108,6 @@ class Launch(NamedTuple):
     tile_columns: int
 
 
-class Description(NamedTuple):
-    """What `explain` tells of a pass beside its plan.
-
-    Attributes:
-        launches: the kernels that make one block's logits for the plain cross entropy.
-    """
-
-    launches: tuple[Launch, ...] = ()
-
-
 class TopKFinder(Protocol):
     """How the k largest logits of a block of rows are found, and how large blocks are; hashable."""
 
@@ -158,15 +148,15 @@ class Backend(Protocol):
         capabilities: see there.
         top_k: `(spec, k, scratch_bytes)` to a finder, if it has one of its own.
         materialized: kernels for materialized logits, if it has any.
-        describe: `(spec, options, mode, plan)` to what `explain` tells, if there is anything; `options` is how many of
-            bias, scale and soft cap the head has.
+        describe: `(spec, options, mode)` to the kernel that makes logits of plain cross entropy, for `explain`, if one
+            does; `options` is how many of bias, scale and soft cap the head has.
     """
 
     name: str
     capabilities: Capabilities = Capabilities()
     top_k: Callable[[HeadSpec, int, int | None], TopKFinder] | None = None
     materialized: Materialized | None = None
-    describe: Callable[[HeadSpec, int, Mode | None, Plan], Description] | None = None
+    describe: Callable[[HeadSpec, int, Mode | None], Launch] | None = None
 
     def on(self, platform: str | None) -> "Backend":
         """The backend as it works for that platform; None: for the one that is traced for."""
@@ -177,6 +167,7 @@ class Backend(Protocol):
 
         `padded_share`: the head is a device's share of a padded vocabulary, with `Head.valid_columns`.
         """
+        return None
 
     def slower(self, spec: HeadSpec) -> str | None:
         """Why another backend is faster for such a head, which this one serves by name only; None where none is."""

@@ -46,8 +46,8 @@ class Call[How]:
 
     @property
     def read(self) -> frozenset[str]:
-        """The `names` that `row_total` reads."""
-        return frozenset() if self.row_total is None else self.row_total.names
+        """The `names` that `row_total` reads and that have a derivative."""
+        return frozenset() if self.row_total is None else self.row_total.names - {"argmax"}
 
 
 class Known(NamedTuple):
@@ -57,11 +57,11 @@ class Known(NamedTuple):
     and the functions there that take it have the same values and gradients with it as without.
 
     Attributes:
-        statistics: `[N]` each, those that the loss reads and those that its derivatives do.
+        statistics: a tree of `[N]`, those that the loss reads and those that its derivatives do.
         sums: in_forward's, that the gradients come from, before upstream scalar and scale.
     """
 
-    statistics: dict[str, jax.Array]
+    statistics: Any
     sums: Arrays = NO_ARRAYS
 
 

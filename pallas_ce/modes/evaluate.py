@@ -14,11 +14,13 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_ce.backends import reference
 from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import in_forward, materialized, recompute
-from pallas_ce.modes.call import Call, Known, Operands, RowTotal
+from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.sums import added
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
@@ -64,18 +66,11 @@ def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
     return jax.tree.map(functools.partial(_barrier, instead), tree)
 
 
-def values_of(tree: Any) -> Any:
-    """The primal values of a tree of `custom_vjp` primals."""
-    return jax.tree.map(lambda primal: primal.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
-
-
-def given(cotangents: Any) -> Any:
+def _given(cotangents: Any) -> Any:
     """`cotangents`, None for integers and where JAX says that nothing depends on the output."""
-
-    def none(g: Any) -> bool:
-        return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0
-
-    return jax.tree.map(lambda g: None if none(g) else g, cotangents)
+    return jax.tree.map(
+        lambda g: None if isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0 else g, cotangents
+    )
 
 
 def differentiable[Static, Out](
@@ -89,7 +84,8 @@ def differentiable[Static, Out](
 
     Args:
         forward: `(static, operands, needs_grad) -> (out, kept)`; `needs_grad` is None where nothing is differentiated.
-        backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, the cotangents as `given`.
+        backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, a cotangent is None
+            where nothing depends on the output.
         instead: what can be differentiated twice, for an error.
         reads_operands: whether `backward` reads arrays of the operands; else their memory is free before.
     """
@@ -100,13 +96,13 @@ def differentiable[Static, Out](
 
     def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
         flags = primals.differentiable.map(lambda x: x is not None and x.perturbed)
-        operands: Operands = values_of(primals)
+        operands: Operands = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
         out, kept = forward(static, first_order_only(operands, instead), flags)
         read = operands._replace(known=None) if reads_operands else jax.tree.map(lambda _: None, operands)
         return out, _Saved(read, kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
 
     def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
-        needs_grad, cotangents = PerInput(*(size > 1 for size in saved.flags.shape)), given(cotangents)
+        needs_grad, cotangents = PerInput(*(size > 1 for size in saved.flags.shape)), _given(cotangents)
         gradients = NO_ARRAYS
         if any(needs_grad) and jax.tree.leaves(cotangents):
             used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents), instead)
@@ -165,9 +161,13 @@ def total(call: Call[Settings], operands: Operands, found: dict[str, jax.Array])
 
 
 def _values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
-    assert call.row_total is not None
-    leading = operands.batch.leading
-    return row_values(call.row_total, found, leading, operands.mask, operands.inputs).reshape(leading)
+    """`row_total` of each row `[...]`, 0 in those that do not count, whose values never reach it."""
+    row_total, leading, (by_row, shared) = call.row_total, operands.batch.leading, operands.inputs
+    assert row_total is not None
+    mask, read, by_row = flat_rows(leading, (operands.mask, only(found, row_total.names), by_row))
+    read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
+    values = row_total(read, (by_row, constant_unless_any(mask, shared)))
+    return (values if mask is None else jnp.where(mask, values, 0)).reshape(leading)
 
 
 def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known | None:
@@ -182,17 +182,36 @@ def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -
     return Known(forward_statistics(call.settings, call.names | saved_statistics(call.names), operands))
 
 
-def row_values(
-    row_total: RowTotal,
-    found: dict[str, jax.Array],
-    leading: tuple[int, ...],
-    mask: jax.Array | None,
-    inputs: tuple[Any, Any],
-) -> jax.Array:
-    """`row_total` of each row `[N]`, 0 in those that do not count, whose values never reach it."""
-    by_row, shared = inputs
-    read = only(found, row_total.names)
-    mask, read, by_row = flat_rows(leading, (mask, read, by_row))
-    read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
-    values = row_total(read, (by_row, constant_unless_any(mask, shared)))
-    return values if mask is None else jnp.where(mask, values, 0)
+def loss_and_gradients(
+    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]
+) -> tuple[jax.Array, Arrays]:
+    """`Σ row_total` over the rows that count, and its gradients in `needs_grad`, times `operands.cotangent`.
+
+    Differentiation makes an array of the weight's size for each micro-batch, and another pass adds it to their sum.
+    Here `weight_sum` is what either mode adds to, tile by tile; it is returned in place of the weight's gradient. So
+    the total's cotangent has to be given. `needs_grad` has the hidden states and the weight.
+    """
+    head, cotangent, total_of = operands.head, present(operands.cotangent), functools.partial(total, call, operands)
+    if call.settings.mode is None or operands.batch.hidden.size == 0:
+        inputs, constants = operands.differentiable, operands._replace(cotangent=None, weight_sum=None)
+
+        def loss_of(varied: Arrays) -> jax.Array:
+            every = PerInput(*(old if new is None else new for old, new in zip(inputs, varied, strict=True)))
+            return loss(call, constants.replaced(every), False)[0]
+
+        value, back = jax.vjp(loss_of, inputs.where(needs_grad))
+        (gradients,) = back(cotangent)
+        weight = gradients.weight.astype(head.spec.accumulator)
+        return value, gradients._replace(weight=added(present(operands.weight_sum), weight))
+    if call.settings.mode == "in_forward":
+        # The scale of the logits is made part of the cotangent, so that the sums are gradients.
+        scaled = cotangent if head.logit_scale is None else cotangent * head.logit_scale
+        known = in_forward.keep(call, operands._replace(cotangent=scaled), needs_grad)
+        hidden, bias = present(known.sums.hidden).astype(operands.batch.hidden.dtype), known.sums.bias
+        if bias is not None and head.bias is not None:
+            bias = bias.astype(head.bias.dtype)
+        return total_of(known.statistics), known.sums._replace(hidden=hidden, bias=bias)
+    found, kept = recompute.forward(call, operands, needs_grad)
+    assert kept is not None
+    value, back = jax.vjp(total_of, found)
+    return value, recompute.backward(call, operands, needs_grad, kept, _given(*back(cotangent)))

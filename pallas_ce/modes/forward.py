@@ -28,8 +28,8 @@ _GATHERED_STEP = 256
 
 def empty_statistics(names: frozenset[str], batch: Batch, head: Head) -> Statistics:
     """Zeros for each statistic: what ignored rows keep."""
-    structs = {name: struct(name, batch.leading, batch.targets, head.spec.accumulator) for name in sorted(names)}
-    return {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
+    shapes = batch.leading, batch.targets
+    return {name: jnp.zeros_like(struct(name, *shapes, head.spec.accumulator)) for name in sorted(names)}
 
 
 def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statistics:
@@ -66,10 +66,8 @@ def _local_statistics(
         blocks = counted.blocks(tokens, plan.rows, skipped=plan.skips_rows)
         return blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)
 
-    if rows.mask is None:
-        return shards.own_rows(visit(Rows.counted(None), whole)), None
-    if before_gradient and whole.skips_rows and whole.rows >= tokens:
-        # One way, with one kernel to compile, where a choice would have two.
+    # One way, with one kernel to compile, where a choice would have two.
+    if rows.mask is None or (before_gradient and whole.skips_rows and whole.rows >= tokens):
         return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None
     # To pack all rows at once would take a copy of hidden's size.
     steps = _GATHERED_BYTES // (_GATHERED_STEP * head.spec.hidden_size * hidden.dtype.itemsize)
@@ -81,7 +79,7 @@ def _local_statistics(
     # Where a way has a loop, the host is told of the choice anyway.
     choice = device_cond if parts.skips_rows else lax.cond
     found = choice(
-        few_ignored(rows.mask),
+        few_ignored(jnp.sum(rows.mask, dtype=jnp.int32), tokens),
         lambda: zeroed(rows.mask, visit(Rows.counted(None), whole)),
         lambda: visit(Rows.counted(rows.mask), parts),
     )

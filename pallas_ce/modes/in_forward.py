@@ -71,19 +71,14 @@ def backward(
 ) -> Arrays:
     """The sums times the handle's cotangent."""
     upstream, shards = cotangents[1], call.settings.shards or Shards()
-    if upstream is None or not _varies(call):
+    if upstream is None or not call.read:
         return NO_ARRAYS
     return finish(operands, kept.where(needs_grad), psum(upstream, shards.cotangents_of_total), shards.sums)
 
 
-def _varies(call: Call[Settings]) -> bool:
-    """Whether the loss reads a statistic that has a derivative."""
-    return bool(call.read - {"argmax"})
-
-
 def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
-    if not (any(needs_grad) and _varies(call)):
+    if not (any(needs_grad) and call.read):
         return Known(forward_statistics(call.settings, call.names, operands))
     settings, (by_row, shared) = call.settings, operands.inputs
     if settings.shards is not None and operands.cotangent is None:
@@ -186,5 +181,5 @@ def row_cotangents(call: Call[Any], statistics: Statistics, block: RowBlock, inp
         return jnp.sum(call.row_total({**statistics, **varied}, inputs))
 
     # Declared to vary as the inputs do: their cotangents are wanted as they are, and not added up over devices.
-    varied = {name: vary_like(x, inputs) for name, x in only(statistics, call.read - {"argmax"}).items()}
+    varied = {name: vary_like(x, inputs) for name, x in only(statistics, call.read).items()}
     return jax.tree.map(lambda g: block.select(g, 0.0), jax.grad(summed)(varied))

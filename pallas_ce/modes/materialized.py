@@ -104,7 +104,7 @@ def forward_and_gradient(
 ) -> tuple[tuple[Statistics, jax.Array], tuple[jax.Array, jax.Array]]:
     """Statistics and handle; keeps dlogits and, where they are normalised, what undoes that, by row."""
     dlogits = factor = absent()
-    if needs_grad and any(needs_grad) and call.read - {"argmax"}:
+    if needs_grad and any(needs_grad) and call.read:
         with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
             operation = functools.partial(_statistics_and_gradient, call)
             found, dlogits = _over_rows(call.settings, operation, operands, *operands.inputs)
@@ -123,7 +123,7 @@ def scaled_gradient(
 ) -> Arrays:
     """dlogits times the handle's cotangent."""
     (dlogits, factor), upstream, spec = kept, cotangents[1], operands.head.spec
-    if upstream is None or not call.read - {"argmax"}:
+    if upstream is None or not call.read:
         return NO_ARRAYS
     scale = upstream * factor[..., None] if _normalises(spec) else upstream
     return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))

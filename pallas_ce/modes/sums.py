@@ -8,8 +8,8 @@ from jax import lax
 from pallas_ce.head import Head
 from pallas_ce.modes.call import Operands
 from pallas_ce.parallel.shards import NO_AXES, Axes, Local, RowArrays, psum
+from pallas_ce.statistics.gradient import exponent_above, power_of_two
 from pallas_ce.statistics.logits import product
-from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.streaming.gradient_products import Arrays, PerInput, scale_gradient
 
 

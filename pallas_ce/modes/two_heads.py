@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, tempered
-from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.evaluate import differentiable
 from pallas_ce.modes.fold import Streams, over_rows_that_count
+from pallas_ce.modes.recompute import finished, gradient_sums
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays, Shards
 from pallas_ce.statistics import divergences as pairs
@@ -62,18 +62,13 @@ class Pair:
 
 def _forward(pair: Pair, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[jax.Array, PairStatistics]:
     del needs_grad
-    found = _statistics(pair, operands) if operands.known is None else _found(operands.known)
+    found = _statistics(pair, operands) if operands.known is None else operands.known.statistics
     return found.value, found
 
 
 def keep(pair: Pair, operands: Operands) -> Known:
     """What `Operands.known` may be, so that the forward is not made again."""
-    return Known({str(place): x for place, x in enumerate(jax.tree.leaves(_statistics(pair, operands)))})
-
-
-def _found(known: Known) -> PairStatistics:
-    value, *sums, expected = known.statistics.values()
-    return PairStatistics(value, Normaliser(*sums[:2]), Normaliser(*sums[2:]), expected)
+    return Known(_statistics(pair, operands))
 
 
 def _backward(
@@ -84,7 +79,7 @@ def _backward(
         operation = streamed(pair, functools.partial(_gradients, needs_grad), whole_head=True)
         more = (teacher.hidden, found, cotangent)
         rows = RowArrays(operands.batch, operands.mask, more=more)
-        return sweep.finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
+        return finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
 
 
 # The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
@@ -182,4 +177,4 @@ def _gradients(needs_grad: PerInput[bool], pair: Pair, local: Local, teacher: He
 
         return step
 
-    return sweep.gradient_sums(local, head.weight.dtype, plan, needs_grad, factor, products)
+    return gradient_sums(local, head.weight.dtype, plan, needs_grad, factor, products)

@@ -163,13 +163,12 @@ def finalise_pairs(divergence: Divergence, partial: PairPartial) -> PairStatisti
         value = not_negative(partial.cross / x - jnp.log(x) + jnp.log(y)) + fault
         value = jnp.where(fault == jnp.inf, 0.0, value)
     expected = value if divergence.name == "reverse_kl" else jnp.zeros_like(value)
-    student, teacher = (_normaliser(side, fault) for side in (partial.student, partial.teacher))
-    return PairStatistics(value, student, teacher, expected)
 
+    def normaliser(side: Partial) -> Normaliser:
+        log_sum = jnp.log(jnp.where(fault == 0, present(side.sum_exp), 1.0)) + fault
+        return Normaliser(jnp.where(fault == jnp.inf, 0.0, present(side.max)), log_sum)
 
-def _normaliser(partial: Partial, fault: jax.Array) -> Normaliser:
-    log_sum = jnp.log(jnp.where(fault == 0, present(partial.sum_exp), 1.0)) + fault
-    return Normaliser(jnp.where(fault == jnp.inf, 0.0, present(partial.max)), log_sum)
+    return PairStatistics(value, normaliser(partial.student), normaliser(partial.teacher), expected)
 
 
 def not_negative(value: jax.Array) -> jax.Array:

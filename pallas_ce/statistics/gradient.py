@@ -17,12 +17,15 @@ A row with K targets has K of D, and repeated targets add up. Logits are
 `dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and the scale is applied in float32 at the end.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pallas_ce.head import Batch
 from pallas_ce.statistics.logits import places_in_tile, present, reference_of
-from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.statistics.row import primitive_names, spread
 from pallas_ce.statistics.table import PRIMITIVES, TERMS, Values
 from pallas_ce.statistics.table import Coefficients as Coefficients
@@ -84,7 +87,7 @@ def at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
 
     def body(k: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         total, repeated = carry
-        label, value = (jax.lax.dynamic_slice_in_dim(x, k, 1, axis=1) for x in (labels, values))
+        label, value = (lax.dynamic_slice_in_dim(x, k, 1, axis=1) for x in (labels, values))
         equal = labels == label
         return total + jnp.where(equal, value, 0), repeated | (equal & (order > k)[None, :])
 
@@ -98,6 +101,30 @@ def select(coefficients: Coefficients, valid: jax.Array | None) -> Coefficients:
     if valid is None:
         return coefficients
     return jax.tree.map(lambda c: jnp.where(spread(valid, c), c, 0.0), coefficients)
+
+
+# Exponents are read and written as bits: `jnp.frexp` and `jnp.ldexp` of JAX 0.12.0 do not tell over which mesh axes
+# their results vary, which a checked `shard_map` refuses.
+def exponent_above(x: jax.Array) -> jax.Array:
+    """`[]` int32: the least e with `|x| < 2**e` for all of `x` that are finite; 1 where none is a normal number but 0.
+
+    Numbers that are not finite fit no range, and must not decide how the others fit.
+    """
+    facts = np.finfo(x.dtype)
+    x = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0), initial=0.0)
+    x = jnp.where(x == 0, jnp.ones((), x.dtype), x)
+    return (lax.bitcast_convert_type(x, _integers(facts)) >> facts.nmant).astype(jnp.int32) - (facts.maxexp - 2)
+
+
+def power_of_two(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`2**exponent`, exact; the nearest normal number of `dtype` where that is none."""
+    facts = np.finfo(dtype)
+    biased = jnp.clip(exponent, facts.minexp, facts.maxexp - 1) + (facts.maxexp - 1)
+    return lax.bitcast_convert_type(biased.astype(_integers(facts)) << facts.nmant, dtype)
+
+
+def _integers(facts: "np.finfo[Any]") -> np.dtype:  # in quotes: NumPy 2.1 cannot subscript it
+    return np.dtype(f"int{facts.bits}")
 
 
 # Normalised coefficients bound the entries of dlogits by 2**13: inside float16 (65504), with the most room below.

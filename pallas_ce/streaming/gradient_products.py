@@ -1,7 +1,7 @@
 """What tiles of dlogits are multiplied for: which gradients are asked, and where the products go."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,16 @@ class PerInput[T](NamedTuple):
         """None in place of those that are not flagged."""
         return PerInput(*(x if flag else None for x, flag in zip(self, flags, strict=True)))
 
+    def of(self, names: tuple[str, ...], f: Callable[..., T], *others: "PerInput[T]") -> "PerInput[T]":
+        """With `f` of the values here and in the others for each of `names`, None where one has None."""
+        given = {name: [getattr(x, name) for x in (self, *others)] for name in names}
+        made: Any = {name: None if any(x is None for x in xs) else f(*xs) for name, xs in given.items()}
+        return self._replace(**made)
+
+
+# Sums with an entry for each row, and for each column of the vocabulary, the weight's apart.
+BY_ROW, BY_COLUMN = ("hidden", "down"), ("bias", "up")
+
 
 # Gradients, or products of dlogits.
 Arrays = PerInput[jax.Array | None]
@@ -59,11 +69,6 @@ def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:
         logit_scale=False,
         down=bool(rank) and (hidden or needs_grad.down),
     )
-
-
-def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
-    """Adds them; None if one is None."""
-    return None if total is None or share is None else total + share
 
 
 class WeightGradient(NamedTuple):

@@ -28,16 +28,12 @@ def device_cond[Result](predicate: jax.Array, if_true: Callable[[], Result], if_
 
 def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """`lax.fori_loop`, whose carry varies from the start over the mesh axes that the body makes it vary over."""
-    return lax.fori_loop(start, stop, body, _varying_as_after(lambda carry: body(jnp.int32(0), carry), init))
-
-
-def _varying_as_after[Carry](body: Callable[[Carry], Carry], init: Carry) -> Carry:
     while jax.sharding.get_abstract_mesh().manual_axes:
-        declared = jax.tree.map(vary_like, init, jax.eval_shape(body, init))
+        declared = jax.tree.map(vary_like, init, jax.eval_shape(body, jnp.int32(0), init))
         if all(map(operator.is_, jax.tree.leaves(declared), jax.tree.leaves(init))):
             break
         init = declared
-    return init
+    return lax.fori_loop(start, stop, body, init)
 
 
 def vary_like(x: jax.Array, other: Any) -> jax.Array:
@@ -48,8 +44,5 @@ def vary_like(x: jax.Array, other: Any) -> jax.Array:
 
 def varying(tree: Any) -> frozenset[str]:
     """The mesh axes of a surrounding `shard_map` over which JAX knows some array of the tree to vary."""
-    return frozenset().union(*(axis_type.varying for x in jax.tree.leaves(tree) if (axis_type := _axis_type(x))))
-
-
-def _axis_type(x: Any) -> Any:
-    return x.manual_axis_type if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).manual_axis_type
+    types = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in jax.tree.leaves(tree))
+    return frozenset().union(*(x.manual_axis_type.varying for x in types if x.manual_axis_type))

@@ -61,12 +61,8 @@ def constant_unless_any[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.where(any_counts, x, lax.stop_gradient(x)), tree)
 
 
-def few_ignored(mask: jax.Array) -> jax.Array:
-    """`[]` bool: whether so few rows of `mask [N]` do not count that the work on them is not worth avoiding."""
-    return _few_ignored(jnp.sum(mask, dtype=jnp.int32), mask.shape[0])
-
-
-def _few_ignored(counted: jax.Array, rows: int) -> jax.Array:
+def few_ignored(counted: jax.Array, rows: int) -> jax.Array:
+    """`[]` bool: whether so few of `rows` do not count that the work on them is not worth avoiding."""
     return rows - counted <= rows // _FEW_IGNORED
 
 
@@ -100,8 +96,9 @@ class Rows:
             return cls(None, None, None, None)
         n = mask.shape[0]
         ids = jnp.arange(n, dtype=jnp.int32)
-        upto = _counted_up_to(mask)
-        counted, stays = upto[-1], _few_ignored(upto[-1], n)
+        # How many count up to each. Behind a barrier: XLA would compute it for every number of a row that is read.
+        upto = lax.optimization_barrier(_prefix_sum(mask))
+        counted, stays = upto[-1], few_ignored(upto[-1], n)
         place = jnp.where(stays, ids, jnp.maximum(upto - 1, 0))
         # The row at each place, as one reduction or scatter, behind a barrier: a choice between two orders would be
         # made again for every number of a row that is read from its place.
@@ -121,10 +118,6 @@ class Rows:
             place=place,
         )
 
-    def in_row_order(self, visited: jax.Array) -> jax.Array:
-        """`visited [N, ...]`, written by place, as values by row; 0 in rows that do not count."""
-        return self.put_all(0, visited)
-
     def put_all(self, buffer: jax.Array | float, visited: jax.Array) -> jax.Array:
         """`visited [N, ...]`, written by place, as values by row; rows that do not count have `buffer`'s."""
         if self.mask is None:
@@ -139,14 +132,6 @@ class Rows:
         if skipped and self.order is None and total % size:  # the last block is to run over, not to start early
             rows = Rows.counted(jnp.ones(total, bool))
         return RowBlocks(rows, Tiles(total, size), skipped)
-
-
-def _counted_up_to(mask: jax.Array) -> jax.Array:
-    """How many of the rows `[n]`, n ≥ 1, count up to each, itself included.
-
-    Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
-    """
-    return lax.optimization_barrier(_prefix_sum(mask))
 
 
 def _prefix_sum(x: jax.Array) -> jax.Array:

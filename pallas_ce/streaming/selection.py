@@ -52,16 +52,12 @@ def largest_in_groups(groups: jax.Array, k: int, maxima: jax.Array | None = None
         maxima: `[n, m]`, the groups' largest entries, where they are known.
     """
     n, m, size = groups.shape
-    maxima = _maxima(groups) if maxima is None else maxima
+    if maxima is None:  # NaN where a group has one, which XLA's own maximum on a CPU passes over
+        lowest = jnp.array(-jnp.inf, groups.dtype)
+        maxima = lax.reduce(groups, lowest, lambda a, b: jnp.where((a > b) | jnp.isnan(a), a, b), (2,))
     # In order of their places, so that the first of equal entries is at the lowest place.
     chosen = lax.sort(largest(maxima, min(k, m)).places, is_stable=False)
     entries = jnp.take_along_axis(groups, chosen[:, :, None], axis=1, mode="promise_in_bounds")
     found = largest(entries.reshape(n, -1), k)
     group = jnp.take_along_axis(chosen, found.places // size, axis=1, mode="promise_in_bounds")
     return Largest(found.values, group * size + found.places % size)
-
-
-def _maxima(groups: jax.Array) -> jax.Array:
-    """`groups.max(axis=2)`, NaN where a group has one, which XLA's own maximum on a CPU passes over."""
-    lowest = jnp.array(-jnp.inf, groups.dtype)
-    return lax.reduce(groups, lowest, lambda a, b: jnp.where((a > b) | jnp.isnan(a), a, b), (2,))

@@ -102,7 +102,7 @@ def test_blocks_without_a_loop_are_traced_once() -> None:
 
 
 def test_no_rows_at_all_are_visited_as_none() -> None:
-    assert Rows.counted(jnp.zeros(0, bool)).in_row_order(jnp.zeros(0)).shape == (0,)
+    assert Rows.counted(jnp.zeros(0, bool)).put_all(0, jnp.zeros(0)).shape == (0,)
 
 
 @pytest.mark.nightly(keep=1)
@@ -117,7 +117,7 @@ def test_few_rows_have_the_places_of_many(masked: Any, wide: bool) -> None:
     for found in (few, many):
         assert found.order is not None
         assert given[found.order].all() or not given.any()
-        np.testing.assert_array_equal(found.in_row_order(found.order), jnp.where(given, jnp.arange(given.size), 0))
+        np.testing.assert_array_equal(found.put_all(0, found.order), jnp.where(given, jnp.arange(given.size), 0))
     same = functools.partial(np.testing.assert_array_equal, strict=True)
     jax.tree.map(same, (few.filled, few.valid, few.place), (many.filled, many.valid, many.place))
 
@@ -135,7 +135,7 @@ def test_few_ignored_rows_give_their_places_to_others_and_more_of_them_are_packe
     np.testing.assert_array_equal(found.valid, places)
     assert found.filled == (64 if few else 64 - ignored)
     assert ignored == 64 or mask[found.order].all()
-    assert bool(rows.few_ignored(jnp.asarray(mask))) == few
+    assert bool(rows.few_ignored(jnp.sum(mask), mask.size)) == few
 
 
 @pytest.mark.parametrize("function", [zeroed, with_placeholder_rows])
@@ -169,6 +169,6 @@ def test_what_rows_share_has_gradient_zero_where_no_row_counts(counts: bool) -> 
 @pytest.mark.parametrize("n", [1, 2048, 2049, 2176, 20_001])
 def test_counted_rows_are_added_up_whatever_their_number(n: int) -> None:
     mask = np.random.default_rng(n).random(n) < 0.7
-    found = jax.jit(rows._counted_up_to)(mask)
+    found = jax.jit(rows._prefix_sum)(mask)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, np.cumsum(mask))

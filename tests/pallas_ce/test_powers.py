@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.statistics.powers import exponent_above, power_of_two
+from pallas_ce.statistics.gradient import exponent_above, power_of_two
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -128,12 +128,12 @@ def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
     return kernel
 
 
-def spilled(built: binding.Compiled, capability: int, folder: Path) -> int:
+def spilled(built: Any, capability: int, folder: Path) -> int:
     """Bytes that Triton's assembler stores or loads because registers ran out."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     source = folder / "kernel.ptx"
-    source.write_text(built.ptx)
+    source.write_text(built.asm["ptx"])
     command = [get_ptxas(capability).path, "-v", f"--gpu-name={sm_arch_from_capability(capability)}", str(source)]
     said = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
     found = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
@@ -153,8 +153,8 @@ def test_no_product_spills_or_is_too_large(
     monkeypatch.setattr(binding, "capability", lambda: capability)
     built = binding.compiled(product_of(use, axis, dtype))
     assert spilled(built, capability, tmp_path) == 0
-    assert built.shared_bytes <= 1024 * binding.shared_kib(capability)
-    assert MULTIPLIES[capability // 10] in built.ptx
+    assert built.metadata.shared <= 1024 * binding.shared_kib(capability)
+    assert MULTIPLIES[capability // 10] in built.asm["ptx"]
 
 
 @pytest.mark.nightly(keep=8)
@@ -170,16 +170,17 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     kernel = kernel_of(*case)
     built = binding.compiled(kernel)
     assert spilled(built, capability, tmp_path) <= 8  # one register, stored and loaded once a tile
-    assert built.shared_bytes <= 1024 * binding.shared_kib(capability)
-    assert built.warps == kernel.warps
+    assert built.metadata.shared <= 1024 * binding.shared_kib(capability)
+    assert built.metadata.num_warps == kernel.warps
     precision = case[5]
-    assert ("fma.rn.f32" if precision is FULL else MULTIPLIES[capability // 10]) in built.ptx
-    assert ("tf32" in built.ptx) == (precision in (TF32, THREE))
-    assert f".version 8.{8 if capability in (103, 121) else 7}\n" in built.ptx
-    assert ("cp.async.bulk.tensor" in built.ptx) == kernel.scratch
-    assert (built.scratch_bytes > 0) == kernel.scratch
+    assert ("fma.rn.f32" if precision is FULL else MULTIPLIES[capability // 10]) in built.asm["ptx"]
+    assert ("tf32" in built.asm["ptx"]) == (precision in (TF32, THREE))
+    assert f".version 8.{8 if capability in (103, 121) else 7}\n" in built.asm["ptx"]
+    assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == kernel.scratch
+    assert (built.metadata.global_scratch_size > 0) == kernel.scratch
     # Its parameters: arrays, scratch, and the profiler's buffer, in this order; see `binding`.
-    header = built.ptx[built.ptx.index(".entry") : built.ptx.index("{", built.ptx.index(".entry"))]
+    entry = built.asm["ptx"][built.asm["ptx"].index(".entry") :]
+    header = entry[: entry.index("{")]
     assert header.count(".param") == len(kernel.inputs) + len(kernel.outputs) + 2
     names = [name for name, _ in kernel.inputs + kernel.outputs]
     assert names == sorted(names, key=binding._function("head_kernel").arg_names.index)
@@ -189,7 +190,7 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
 def test_clamps_and_maxima_of_logits_are_instructions_that_keep_nan(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each logit one, as it would be with those that drop NaN."""
     monkeypatch.setattr(binding, "capability", lambda: 90)
-    found = binding.compiled(kernel_of(use, "plain", 0, jnp.bfloat16, 8192, None)).ptx
+    found = binding.compiled(kernel_of(use, "plain", 0, jnp.bfloat16, 8192, None)).asm["ptx"]
     assert re.search(r"\bmax\.NaN\.f32", found)
     assert not re.search(r"\b(max|min)\.f32", found)
 
@@ -215,10 +216,10 @@ def test_another_default_of_triton_for_fused_products_and_sums_changes_nothing(m
     monkeypatch.setattr(binding, "capability", lambda: 90)
     kernel = kernel_of("forward", "some", 0, jnp.bfloat16, 8192, None)
     expected = binding.compiled(kernel)
-    assert "fma.rn.f32" in expected.ptx
+    assert "fma.rn.f32" in expected.asm["ptx"]
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
     binding.compiled.cache_clear()
-    assert binding.compiled(kernel).ptx == expected.ptx
+    assert binding.compiled(kernel).asm["ptx"] == expected.asm["ptx"]
 
 
 def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pallas_ce.backends.mosaic_gpu import in_forward, plans, recomputation, sche
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, materialized_kernel, narrow_sum, operands
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel, device_refusal
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
-from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
+from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Launch, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import Arrays, TileStep
@@ -80,12 +80,12 @@ class MosaicGpuBackend(Backend):
         shape = spec.weight_rows, spec.hidden_size
         return narrow_sum.lower_shape(*(shape if spec.vocab_axis == 0 else shape[::-1]))
 
-    def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
+    def describe(self, spec: HeadSpec, options: int, mode: Mode | None) -> Launch:
         """The kernel that makes logits for plain cross entropy."""
         spec = operands.padded_spec(spec)
         kernel, vectors = _KERNELS[mode]
         config = schedule.rule(kernel, spec, plan.rows, vectors, options)
-        return Description((Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns),))
+        return Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None

@@ -64,7 +64,12 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
             break
         blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
     if mode == "in_forward" and blocks > 1:
-        blocks = min(range(blocks, blocks + _MORE_BLOCKS), key=lambda count: _in_forward_cost(spec, tokens, count))
+        # The time of a block beside its rows' products, in rows whose products take as long.
+        fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
+        blocks = min(
+            range(blocks, blocks + _MORE_BLOCKS),
+            key=lambda count: count * (operands.round_up(_even_rows(tokens, count), _FULL_ROWS) + fixed),
+        )
         rows = _even_rows(tokens, blocks)
     splits = bytes_beside(rows, blocks, splits=True) <= scratch_bytes
     needed = bytes_beside(rows, blocks, splits=splits)
@@ -91,12 +96,6 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
     blocks, rows, columns = min(choices)[1:] if choices else least
     scratch = _scratch(spec, "recompute", rows, columns, blocks=blocks)
     return Plan(rows, columns, scratch, spec.vocab_size, skips_rows=True)
-
-
-def _in_forward_cost(spec: HeadSpec, tokens: int, blocks: int) -> int:
-    """The time of in_forward in `blocks` blocks, in rows whose products take as long."""
-    fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
-    return blocks * (operands.round_up(_even_rows(tokens, blocks), _FULL_ROWS) + fixed)
 
 
 def _even_rows(tokens: int, blocks: int) -> int:

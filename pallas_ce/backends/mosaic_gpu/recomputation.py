@@ -14,12 +14,11 @@ from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.head import Batch, Head
 from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Tiles
 
 
 def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
     """See `Backend.recompute`."""
-    spec, width, axis, needs = head.spec, plan.columns, head.spec.vocab_axis, gradient.needs
+    spec, width, axis = head.spec, plan.columns, head.spec.vocab_axis
     exact, hidden = entries.exact(head, batch, gradient), batch.hidden.astype(spec.dtype)
     coefficients, reference = entries.without(gradient.coefficients), gradient.reference
 
@@ -46,10 +45,10 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
                 valid_rows=block.filled,
                 existing=head.valid_columns,
             )
-        # The sweep's last tile starts early, and its own columns come last in it.
-        shift = first - Tiles(spec.vocab_size, width).tile(index).start
-        for_weight = for_bias = None
+        for_weight = None
         if weight_sum is not None:
+            # A sum of the tile's alone: the last tile starts early, and its own columns come last in it.
+            shift = first - jnp.minimum(first, spec.vocab_size - width)
             for_weight = product_kernel.for_weight(
                 stored,
                 hidden,
@@ -61,13 +60,7 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
                 part=part if part.first is None or weight_sum.tile is not None else part._replace(first=shift),
                 starts=spec.vocab_size,
             )
-        if needs.bias:
-            counted = stored if block.filled is None else block.select(stored, 0)
-            summed = counted.sum(axis=0, dtype=spec.accumulator)
-            for_bias = jnp.roll(jnp.where(jnp.arange(width) < count, summed, 0), shift)
-        up = low_rank.up_from(head, first, width)
-        found = head.term_products(batch, stored, up, needs)
-        for_up = low_rank.own_columns(found.up, count, shift)
-        return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias, up=for_up)
+        found = low_rank.products_of_part(head, batch, stored, block, gradient.needs, first, count)
+        return found._replace(hidden=hidden_sum, weight=for_weight)
 
     return part_step

@@ -29,8 +29,10 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, spec: HeadSpec) -> jax.Array:
-    """`a [N, k]` times `b`, whose `axis` has k entries."""
-    return jnp.tensordot(_operand(a, spec), _operand(b, spec), axes=(1, axis), precision=_precision(spec))
+    """`a [N, k]` times `b`, whose `axis` has k entries; by default products of narrow operands are exact."""
+    exact = spec.dtype != spec.accumulator and spec.precision == jax.lax.Precision.DEFAULT
+    precision = jax.lax.Precision.HIGHEST if exact else spec.precision
+    return jnp.tensordot(_operand(a, spec), _operand(b, spec), axes=(1, axis), precision=precision)
 
 
 def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None) -> dict[str, jax.Array]:
@@ -93,12 +95,6 @@ def _kl(log_x: jax.Array, log_y: jax.Array) -> jax.Array:
     log_x, log_y = jnp.where(some, log_x, 0.0), jnp.where(some, log_y, 0.0)
     terms = jnp.where(some, jnp.exp(log_x) * (log_x - log_y), 0.0)
     return jnp.where(infinite, jnp.inf, terms.sum(axis=1))
-
-
-def _precision(spec: HeadSpec) -> jax.lax.Precision | jax.lax.DotAlgorithmPreset:
-    """The head's, of operands as wide as the logits: where narrower ones have the default, theirs is exact."""
-    exact = spec.dtype != spec.accumulator and spec.precision == jax.lax.Precision.DEFAULT
-    return jax.lax.Precision.HIGHEST if exact else spec.precision
 
 
 def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Stash
-from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
+from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, in_forward, launch, recomputation
 from pallas_ce.backends.triton.configs import Use
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
@@ -94,13 +94,16 @@ class TritonBackend(Backend):
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
             if spared >= _SPARED * rows:
                 rows, of_row = spared, of_row - stash
-        rows = _equal(tokens, rows)
+        # The fewest blocks, about equal ones, in whole steps.
+        most, blocks = rows, -(-tokens // rows)
+        rows = equal_parts(tokens, blocks, _STEP)
+        rows = rows if rows <= most else _down(-(-tokens // blocks))
         return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, skips_rows=mode is None)
 
-    def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
+    def describe(self, spec: HeadSpec, options: int, mode: Mode | None) -> Launch:
         """The kernel and its tiles, of plain cross entropy."""
         config = configs.config_for(spec, binding.capability(), _USES[mode], options)
-        return Description((Launch("head_kernel", config.rows, config.columns),))
+        return Launch("head_kernel", config.rows, config.columns)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
@@ -180,13 +183,6 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
     return min(range(_down(most), most // 2, -_STEP), key=cost, default=_down(most))
 
 
-def _equal(tokens: int, most: int) -> int:
-    """Rows of the fewest blocks of at most `most` rows: about equal ones, in whole steps."""
-    blocks = -(-tokens // most)
-    rows = equal_parts(tokens, blocks, _STEP)
-    return rows if rows <= most else _down(-(-tokens // blocks))
-
-
 def _down(count: int) -> int:
     """At most `count`, at least 1, and a multiple of the step where there are that many."""
     return max(1, count // _STEP * _STEP or count)
@@ -204,6 +200,6 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, seve
     if mode == "recompute":
         beside = (narrow + wide * (1 + several)) * columns * size + (narrow + wide) * several * rows * size
         return term + narrow * rows * columns + beside
-    blocks = -(-v // configs.narrowest(spec, binding.capability()))
+    blocks = -(-v // min(choice.config.columns for choice in configs.choices(spec, binding.capability())))
     total = term + narrow * rows * size + _PARTIAL_FIELDS * wide * blocks * rows
     return total if mode is None else total + narrow * rows * v + (narrow + wide) * rows * size

@@ -75,26 +75,6 @@ class Kernel(NamedTuple):
     capability: int | None
 
 
-class Compiled(NamedTuple):
-    """A compiled kernel.
-
-    Attributes:
-        name: its name in the PTX.
-        ptx: as text.
-        shared_bytes: shared memory of a program.
-        scratch_bytes: global scratch of a program.
-        warps: of a program, as launched.
-        cubin: what Triton's own assembler made of it.
-    """
-
-    name: str
-    ptx: str
-    shared_bytes: int
-    scratch_bytes: int
-    warps: int
-    cubin: bytes
-
-
 def capability() -> int | None:
     """The compute capability of the GPU that is traced for, as 90; None where it is not known."""
     kind = targets.cuda_kind()
@@ -124,8 +104,8 @@ def _ptx_version(capability: int | None) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def compiled(kernel: Kernel) -> Compiled:
-    """The kernel compiled for its device."""
+def compiled(kernel: Kernel) -> Any:
+    """The kernel as Triton compiles it for its device."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -148,8 +128,7 @@ def compiled(kernel: Kernel) -> Compiled:
         "enable_fp_fusion": True,  # which was the default; Triton 3.9 warns that this will change
     }
     built = triton.compile(source, target=GPUTarget("cuda", kernel.capability, 32), options=options)
-    metadata = built.metadata
-    most = shared_kib(kernel.capability)
+    metadata, most = built.metadata, shared_kib(kernel.capability)
     if metadata.shared > 1024 * most:
         raise NotImplementedError(
             f"implementation='triton' needs {metadata.shared // 1024} KiB of shared memory with Triton "
@@ -161,7 +140,7 @@ def compiled(kernel: Kernel) -> Compiled:
             f"implementation='triton' has no room for the {scratch} bytes of scratch that Triton {triton.__version__} "
             "asks for in each program: use 'xla'"
         )
-    return Compiled(metadata.name, built.asm["ptx"], metadata.shared, scratch, metadata.num_warps, built.asm["cubin"])
+    return built
 
 
 _call_p = jex.core.Primitive("pallas_ce_triton")
@@ -223,13 +202,13 @@ def _lower(ctx: Any, *operands: Any, kernel: Kernel, results: Sequence[jax.Shape
             "implementation='triton' compiles for a GPU that is known when the call is traced, and none was: use 'xla'"
         )
     built = compiled(kernel)
-    arrays = len(kernel.inputs) + len(kernel.outputs)
+    metadata, arrays = built.metadata, len(kernel.inputs) + len(kernel.outputs)
     parameters = [gpu_triton.create_array_parameter(0, _ALIGNMENT) for _ in range(arrays)]
     if kernel.scratch:
         parameters.append(gpu_triton.create_array_parameter(0, _SCRATCH_ALIGNMENT))
     code = gpu_triton.TritonKernel(
-        built.name, built.warps, 1, built.shared_bytes, built.ptx, "", kernel.capability
-    )  # fmt: skip
+        metadata.name, metadata.num_warps, 1, metadata.shared, built.asm["ptx"], "", kernel.capability
+    )
     launch = gpu_triton.TritonKernelCall(code, kernel.programs, 1, 1, parameters)
     names = [[name for name, _ in some] for some in (kernel.inputs, kernel.outputs)]
     aliases = {names[0].index(BEFORE): names[1].index(STORED)} if BEFORE in names[0] else {}

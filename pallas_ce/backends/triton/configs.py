@@ -144,7 +144,7 @@ def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0,
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
     lengths = (spec.hidden_size, length, step * spec.vocab_axis)
     aligned = all(described(size, spec.dtype) for size in lengths)
-    for choice in _choices(spec, capability or 80):
+    for choice in choices(spec, capability):
         serves = choice.uses is None or use in choice.uses
         if serves and taken <= choice.room and (aligned or not choice.aligned):
             return choice.config
@@ -166,12 +166,9 @@ def described(length: int, dtype: np.dtype) -> bool:
     return length * dtype.itemsize % _ROW_BYTES == 0
 
 
-def narrowest(spec: HeadSpec, capability: int | None) -> int:
-    """The least columns of a tile."""
-    return min(choice.config.columns for choice in _choices(spec, capability or 80))
-
-
-def _choices(spec: HeadSpec, capability: int) -> Choices:
+def choices(spec: HeadSpec, capability: int | None) -> Choices:
+    """The table's list for a head and a device."""
+    capability = capability or 80
     descriptors = capability // 10 in (9, 10)
     match precision(spec):
         case "ieee":

@@ -7,7 +7,7 @@ import numpy as np
 
 from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.backends.triton import launch, part_products
+from pallas_ce.backends.triton import launch
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import WeightGradient
 from pallas_ce.streaming.loops import device_cond
@@ -38,7 +38,7 @@ class Kernels(Block):
         whole, adds, late, *_ = total
 
         def product(dtype: np.dtype | None = None) -> jax.Array:
-            found = part_products.for_weight_by_xla(self.head, operand, rows, None if late is not None else dtype)
+            found = self.head.for_weight(operand, rows, None if late is not None else dtype)
             return pad(found if late is None else late * found, whole.shape)
 
         def added() -> jax.Array:

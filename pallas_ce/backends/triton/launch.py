@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,12 +30,7 @@ _STEP = 16
 
 def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
     """The `Partial` over the head's vocabulary, without targets; of rows from `filled []` on it means nothing."""
-    fields = _fields(names)
-    if not fields:
-        return Partial()
-    config = _config(head, batch, "forward", fields)
-    found = _run(head, batch, config, _u(head, names), _partials(head, batch, config, fields), filled)
-    return _joined(head, config, found, merge)
+    return _made(head, batch, names, "forward", merge, filled)[0]() if fields_for(names) else Partial()
 
 
 def exponentials(
@@ -49,16 +45,43 @@ def exponentials(
     It always writes where something lies: so a program that may make them again has one such kernel, not two.
     """
     rows, into = again or (None, None)
-    fields = _fields(names | {"lse"})
-    config = _config(head, batch, "stash", fields)
-    outputs = _partials(head, batch, config, fields)
     stored = jax.ShapeDtypeStruct((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype)
-    outputs[binding.STORED] = stored
     before = lax.empty(stored.shape, stored.dtype) if into is None else into
-    inputs = _u(head, names) | {"reference": reference, binding.BEFORE: before}
-    found = _run(head, batch, config, inputs, outputs, rows)
-    exponentials = found.pop(binding.STORED)
-    return functools.partial(_joined, head, config, found, add), exponentials
+    inputs, outputs = {"reference": reference, binding.BEFORE: before}, {binding.STORED: stored}
+    partial, found = _made(head, batch, names | {"lse"}, "stash", add, rows, inputs, outputs)
+    return partial, found[binding.STORED]
+
+
+def _made(
+    head: Head,
+    batch: Batch,
+    names: frozenset[str],
+    use: Use,
+    join: Callable[[Partial, Partial], Partial],
+    rows: jax.Array | None,
+    inputs: Mapping[str, jax.Array] = MappingProxyType({}),
+    outputs: Mapping[str, jax.ShapeDtypeStruct] = MappingProxyType({}),
+) -> tuple[Callable[[], Partial], dict[str, jax.Array]]:
+    """What makes the `Partial` without targets, by the rule that joins two, and the kernel's outputs."""
+    spec, fields = head.spec, [field for field in fields_for(names) if field != "sum_weights"]
+    config = _config(head, batch, use, fields)
+    # One number for each row and block of columns.
+    blocks, n = -(-spec.vocab_size // config.columns), batch.hidden.shape[0]
+    partials = {f: jax.ShapeDtypeStruct((blocks, n), jnp.int32 if f == "argmax" else jnp.float32) for f in fields}
+    given = {"u": head.logit_weights} if reads_logit_weights(names) and head.logit_weights is not None else {}
+    found = _run(head, batch, config, given | dict(inputs), partials | dict(outputs), rows)
+
+    def partial() -> Partial:
+        of_blocks = {field: found[field] for field in fields}
+        if "weighted_sum" in fields:  # and the sums of u, the same for all rows
+            u = head.tile_logit_weights(0, spec.vocab_size)
+            if head.valid_columns is not None:
+                u = jnp.where(jnp.arange(u.shape[0]) < head.valid_columns, u, 0.0)
+            sums = pad(u, (blocks * config.columns,)).reshape(blocks, config.columns).sum(axis=1)
+            of_blocks["sum_weights"] = jnp.broadcast_to(sums[:, None], (blocks, n))
+        return joined(Partial(**of_blocks), join)
+
+    return partial, found
 
 
 def dlogits(
@@ -101,54 +124,21 @@ def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Co
     held = 2 if use == "stash" else 1  # the exponentials are stored, beside the statistics
     taken = held * sum(_REGISTERS.get(number, 1) for number in numbers) + sum(x is not None for x in options)
     find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, part))
-    masked = (
-        _overlaps(head, part) or head.valid_columns is not None or (use != "dlogits" and _ragged(head, find(taken)))
-    )
-    return find(taken + _OF_MASK * masked)
+    return find(taken + _OF_MASK * _masked(head, find(taken), part, statistics=use != "dlogits"))
 
 
-def _ragged(head: Head, config: Config) -> bool:
-    """Whether the last tile reaches beyond the vocabulary."""
-    return head.spec.vocab_size % config.columns != 0
+def _masked(head: Head, config: Config, part: Columns | None, *, statistics: bool) -> bool:
+    """Whether some columns do not count, of a part or of another of its size, or of the last tile.
 
-
-def _overlaps(head: Head, part: Columns | None) -> bool:
-    """Whether some columns of a part do not count, or of another of its size."""
-    return part is not None and (part.first is not None or head.spec.vocab_size % part.size != 0)
+    Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
+    """
+    overlaps = part is not None and (part.first is not None or head.spec.vocab_size % part.size != 0)
+    return overlaps or head.valid_columns is not None or (statistics and head.spec.vocab_size % config.columns != 0)
 
 
 def _step(head: Head, part: Columns | None) -> int:
     """A number that divides the part's first column, for the kernel; 0 where that is the vocabulary's first."""
     return 0 if part is None else math.gcd(part.size, head.spec.vocab_size, _STEP)
-
-
-def _u(head: Head, names: frozenset[str]) -> dict[str, jax.Array]:
-    return {"u": head.logit_weights} if reads_logit_weights(names) and head.logit_weights is not None else {}
-
-
-def _fields(names: frozenset[str]) -> tuple[str, ...]:
-    """The fields that the kernel makes; the sums of u are the same for all rows."""
-    return tuple(field for field in fields_for(names) if field != "sum_weights")
-
-
-def _partials(head: Head, batch: Batch, config: Config, fields: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """One number for each row and block of columns."""
-    shape = -(-head.spec.vocab_size // config.columns), batch.hidden.shape[0]
-    return {field: jax.ShapeDtypeStruct(shape, jnp.int32 if field == "argmax" else jnp.float32) for field in fields}
-
-
-def _joined(
-    head: Head, config: Config, found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Partial]
-) -> Partial:
-    """One `Partial` `[n]` from the column blocks' `[blocks, n]`."""
-    if "weighted_sum" in found:
-        blocks, rows = found["weighted_sum"].shape
-        u = head.tile_logit_weights(0, head.spec.vocab_size)
-        if head.valid_columns is not None:
-            u = jnp.where(jnp.arange(u.shape[0]) < head.valid_columns, u, 0.0)
-        of_blocks = pad(u, (blocks * config.columns,)).reshape(blocks, config.columns).sum(axis=1)
-        found = found | {"sum_weights": jnp.broadcast_to(of_blocks[:, None], (blocks, rows))}
-    return joined(Partial(**found), rule)
 
 
 def padded_rank(rank: int) -> int:
@@ -198,8 +188,6 @@ def _run(
     for name in arrays:
         if name not in ("hidden", "weight", "bounds", "low", "up", binding.BEFORE):
             arrays[name] = arrays[name].astype(jnp.float32)
-    # Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
-    ragged = not gradient and _ragged(head, config)
     stores = config.descriptors and config.stores and binding.STORED in outputs
     constants: dict[str, Any] = {
         "ROWS": rows,
@@ -214,7 +202,7 @@ def _run(
         "RANK": padded_rank(spec.rank),
         "RANK_STEP": _RANK_STEP,
         "PRECISION": configs.precision(spec),
-        "MASKED": ragged or head.valid_columns is not None or _overlaps(head, part),
+        "MASKED": _masked(head, config, part, statistics=not gradient),
         "GRADIENT": gradient,
         "DESCRIPTORS": config.descriptors,
         "STORES": stores and configs.described(columns, spec.dtype),

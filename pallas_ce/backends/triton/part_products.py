@@ -1,19 +1,13 @@
-"""Gradient products of a part of the vocabulary: in place by a kernel (`product_kernel`), or by XLA."""
+"""Gradient products of a part of the vocabulary, in place by a kernel: see `product_kernel`."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.head import Head
 from pallas_ce.streaming.gradient_products import WeightGradient
-
-
-def served(head: Head, columns: int) -> bool:
-    """Whether the kernel makes the products of `columns` columns' dlogits."""
-    return configs.product_for(head.spec, binding.capability(), columns) is not None
 
 
 def add_for_hidden(
@@ -69,33 +63,3 @@ def _product(
     arrays["bounds"] = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds])
     outputs = {binding.STORED: jax.ShapeDtypeStruct(total.shape, total.dtype)}
     return binding.call("product_kernel", arrays, outputs, constants, config, tiles)[binding.STORED]
-
-
-def scaled(head: Head, hidden: jax.Array, scale: jax.Array | float) -> jax.Array | None:
-    """Hidden states as operands that carry the scale of the weight's gradient, a power of two, which costs no accuracy.
-
-    None where it is no such power, as with a scale of the logits, or where operands lack its exponents, as in float16.
-    """
-    if head.logit_scale is not None or head.spec.dtype == jnp.float16:
-        return None
-    return hidden.astype(head.spec.dtype) * jnp.asarray(scale, head.spec.dtype)
-
-
-def add_for_weight(
-    head: Head, dlogits: jax.Array, hidden: jax.Array, carrying: jax.Array | None, total: WeightGradient
-) -> jax.Array:
-    """`total` with the tile's `dlogitsᵀ·hidden`.
-
-    Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written: if there
-    are hidden states that are `carrying` its scale.
-    """
-    if carrying is None or total.adds:
-        return total.with_share(for_weight_by_xla(head, dlogits, hidden), head.spec.vocab_axis)
-    product = for_weight_by_xla(head, dlogits, carrying, total.array.dtype)
-    return total._replace(scale=None).with_share(product, head.spec.vocab_axis)
-
-
-def for_weight_by_xla(head: Head, stored: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
-    """`stored [n, c]ᵀ·rows [n, H]` in the weight's layout."""
-    a, b = (stored, rows) if head.spec.vocab_axis == 0 else (rows, stored)
-    return head.matmul(a, b, (0, 0), dtype)

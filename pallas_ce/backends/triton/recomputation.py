@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient, Plan
-from pallas_ce.backends.triton import launch, part_products
+from pallas_ce.backends.triton import binding, configs, launch, part_products
 from pallas_ce.head import Batch, Head
 from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.streaming.rows import RowBlock
@@ -20,45 +20,46 @@ from pallas_ce.streaming.tiles import Columns, Tiles
 def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
     """See `Backend.recompute`."""
     head = head.on_gpu()
-    axis, size, needs = head.spec.vocab_axis, plan.columns, gradient.needs
+    spec, size, filled = head.spec, plan.columns, block.filled
     exact = entries.exact(head, batch, gradient)
     rest = gradient._replace(coefficients=entries.without(gradient.coefficients))
-    # Here, and not for each part: XLA would scale all rows for each of them.
-    carrying = part_products.scaled(head, batch.hidden, gradient.factor)
+    served = configs.product_for(spec, binding.capability(), size) is not None
+    # As operands hidden states carry the scale of the weight's gradient, if that is a power of two, which costs no
+    # accuracy, and operands have its exponents. Here, and not for each part: XLA would scale all rows for each of them.
+    carrying = None
+    if head.logit_scale is None and spec.dtype != jnp.float16:
+        carrying = batch.hidden.astype(spec.dtype) * jnp.asarray(gradient.factor, spec.dtype)
+
+    def in_place(first: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
+        # The last part runs over the vocabulary's end.
+        count = jnp.minimum(size, spec.vocab_size - first)
+        dz = launch.dlogits(head, batch, rest, Columns(first, size), rows=filled)
+        dz = dz if head.up is None else low_rank.zeroed(dz, filled)
+        dz = entries.put_among(dz, exact, first, first, count)
+        for_hidden = for_weight = None
+        if hidden_sum is not None:
+            for_hidden = part_products.add_for_hidden(head, dz, hidden_sum, first, filled)
+        if weight_sum is not None:
+            for_weight = part_products.put_for_weight(head, dz, batch.hidden, weight_sum, first, filled)
+        found = low_rank.products_of_part(head, batch, dz, block, gradient.needs, first, count)
+        return found._replace(hidden=for_hidden, weight=for_weight)
 
     def part_step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
-        tile = Tiles(head.spec.vocab_size, size, head.valid_columns).tile(index)
         first = jnp.int32(index) * size
         alone = hidden_sum is None or isinstance(block.number, int)
-        put = weight_sum is None or not weight_sum.adds
-        in_place = alone and put and part_products.served(head, size)
-        # In place the last part runs over the vocabulary's end. Else it begins early, and an earlier one counts there.
-        part: Columns = Columns(first, size) if in_place else tile
-        count, filled = (jnp.minimum(size, head.spec.vocab_size - first), block.filled) if in_place else (size, None)
-        dz = launch.dlogits(head, batch, rest, part, rows=filled)
-        if in_place and head.up is not None:
-            dz = low_rank.zeroed(dz, filled)
-        dz = entries.put_among(dz, exact, part.start, first, count)
-        for_weight = for_bias = None
-        if hidden_sum is not None and in_place:
-            hidden_sum = part_products.add_for_hidden(head, dz, hidden_sum, first, filled)
-        elif hidden_sum is not None:
-            hidden_sum = block.add(hidden_sum, head.matmul(dz, head.existing_weight(tile), (1, axis)))
-        if weight_sum is not None and in_place:
-            for_weight = part_products.put_for_weight(head, dz, batch.hidden, weight_sum, first, filled)
-        elif weight_sum is not None:
-            for_weight = part_products.add_for_weight(head, dz, batch.hidden, carrying, weight_sum)
-        if needs.bias:
-            counted = dz if block.filled is None else block.select(dz, 0)
-            for_bias = counted.sum(axis=0, dtype=head.spec.accumulator)
-        if not in_place:
-            up = None if head.up is None else tile.take(head.up)
-            found = head.term_products(batch, dz, up, needs)
-            return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias)
-        shift = first - tile.start
-        for_bias = low_rank.own_columns(for_bias, count, shift)
-        found = head.term_products(batch, dz, low_rank.up_from(head, first, size), needs)
-        for_up = low_rank.own_columns(found.up, count, shift)
-        return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias, up=for_up)
+        if alone and (weight_sum is None or not weight_sum.adds) and served:
+            return in_place(first, hidden_sum, weight_sum)
+        # The last tile begins early, and an earlier one counts there.
+        tile = Tiles(spec.vocab_size, size, head.valid_columns).tile(index)
+        dz = entries.put_among(launch.dlogits(head, batch, rest, tile), exact, tile.start, first, size)
+        found = head.tile_products(batch, dz, tile, gradient.needs._replace(weight=False))
+        if weight_sum is None:
+            for_weight = None
+        elif carrying is None or weight_sum.adds:
+            for_weight = weight_sum.with_share(head.for_weight(dz, batch.hidden), spec.vocab_axis)
+        else:  # the whole gradient: rounded as it is made, and no sum in float32 is written
+            rounded = head.for_weight(dz, carrying, weight_sum.array.dtype)
+            for_weight = weight_sum._replace(scale=None).with_share(rounded, spec.vocab_axis)
+        return found._replace(hidden=block.add(hidden_sum, found.hidden), weight=for_weight)
 
     return part_step

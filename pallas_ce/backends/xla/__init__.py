@@ -6,6 +6,9 @@ keeps the logits of one block of rows in a scratch `[tiles, rows, columns]` of a
 pass over the vocabulary needs no third product.
 """
 
+import functools
+import operator
+
 import jax
 import numpy as np
 from jax import lax
@@ -13,10 +16,10 @@ from jax import lax
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile, reads_logit_weights, without_columns
-from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient, plus, put_in_sums
+from pallas_ce.streaming.gradient_products import BY_COLUMN, BY_ROW, Arrays, TileStep, WeightGradient, put_in_sums
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
@@ -39,10 +42,6 @@ class XlaBackend(Backend):
     def on(self, platform: str | None) -> "XlaBackend":
         """With that platform's block sizes."""
         return XlaBackend(platform or targets.platform())
-
-    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
-        """Never: plain JAX serves every head and all rows."""
-        return None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
@@ -139,30 +138,22 @@ class XlaBackend(Backend):
         to = gradient.weight_sum
         replaced = isinstance(block.number, int) and (to is None or to.adds is False)
 
-        def with_share(total: jax.Array | None, tile: Tile, share: jax.Array | None, axis: int = 0) -> jax.Array | None:
-            if total is None or share is None:
-                return None
+        def with_share(tile: Tile, axis: int, total: jax.Array, share: jax.Array) -> jax.Array:
             share = factor * share if narrow else share
             return tile.put(total, share.astype(total.dtype), axis) if replaced else tile.add(total, share, axis)
 
         def body(tile: Tile, carry: Arrays) -> Arrays:
             logits = lax.dynamic_index_in_dim(stash, tile.number, 0, keepdims=False)
             share = _products(head, batch, gradient, tile, logits)
-            return carry._replace(
-                hidden=plus(carry.hidden, share.hidden),
-                weight=with_share(carry.weight, tile, share.weight, head.spec.vocab_axis),
-                bias=with_share(carry.bias, tile, share.bias),
-                up=with_share(carry.up, tile, share.up),
-                down=plus(carry.down, share.down),
-            )
+            carry = carry.of(("weight",), functools.partial(with_share, tile, head.spec.vocab_axis), share)
+            return carry.of(BY_COLUMN, functools.partial(with_share, tile, 0), share).of(BY_ROW, operator.add, share)
 
         zeros = head.row_sums(batch, gradient.needs)
         weight = None if to is None else to.array
         found = tiles.for_each(body, sums._replace(hidden=zeros.hidden, weight=weight, down=zeros.down))
         if narrow:
             return found, None
-        hidden, down = jax.tree.map(lambda x: x / factor, (found.hidden, found.down))
-        return found._replace(hidden=hidden, down=down), None
+        return found.of(BY_ROW, lambda x: x / factor), None
 
 
 BACKEND = XlaBackend()
