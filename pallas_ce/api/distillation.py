@@ -13,13 +13,11 @@ from pallas_ce.api.head_options import HeadOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
-from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.divergences import Divergence, Name
 from pallas_ce.streaming.gradient_products import PerInput
@@ -151,7 +149,7 @@ def linear_distillation(
 
 
 # What `compute` and `keep` take: the student and the teacher are the problems.
-Checked = tuple[two_heads.Pair, bool, Problem, Problem]
+Checked = tuple[two_heads.Pair, Problem, Problem]
 
 
 def read(
@@ -164,7 +162,6 @@ def read(
     divergence: Name,
     beta: float,
     temperature: Any = 1.0,
-    implementation: str | None,
     teacher_bias: Any = None,
     teacher_vocab_axis: int | None = None,
     teacher_logit_softcap: float | None = None,
@@ -204,8 +201,8 @@ def read(
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
-    pair = two_heads.Pair(_divergence(divergence, beta), streams, shards_of(MeshAxes(), student, teacher))
-    return pair, _streamed(implementation), student, teacher
+    how = student.how(teacher, task="pair")
+    return two_heads.Pair(_divergence(divergence, beta), streams, how), student, teacher
 
 
 def _divergence(name: Name, beta: float) -> Divergence:
@@ -214,24 +211,14 @@ def _divergence(name: Name, beta: float) -> Divergence:
     return Divergence(name, beta if name == "jsd" else 0.5)
 
 
-def _streamed(implementation: str | None) -> bool:
-    if implementation not in (None, "xla", "reference"):
-        known = implementation in backends.IMPLEMENTATIONS
-        what = "does not serve distillation yet" if known else "is unknown"
-        raise ValueError(f"implementation={implementation!r} {what}; choose from 'xla', 'reference' or None")
-    return implementation != "reference"
-
-
-@program(static=2, by_row=lambda pair, streamed, student, *_: student.options.by_row)
-def compute(
-    pair: two_heads.Pair, streamed: bool, student: Problem, teacher: Problem, known: Known | None = None
-) -> jax.Array:
+@program(static=1, by_row=lambda pair, student, *_: student.options.by_row)
+def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Known | None = None) -> jax.Array:
     """The loss. `known`: what `keep` has found for the same call."""
     operands = _operands(student, teacher)
     batch, head, mask, constant = operands[:4]
     if not student.tokens:
         values = jnp.zeros(0, student.spec.accumulator)
-    elif streamed:
+    elif pair.how.mode is not None:
         values = two_heads.row_divergences(pair, operands._replace(known=known))
     else:
         values = reference.divergences(
@@ -240,12 +227,10 @@ def compute(
     return student.options.reduced(values, mask, student.leading)
 
 
-def keep(
-    pair: two_heads.Pair, streamed: bool, student: Problem, teacher: Problem, needs_grad: PerInput[bool]
-) -> Known | None:
+def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`; None for the reference, which differentiates its logits anew."""
     del needs_grad
-    return two_heads.keep(pair, _operands(student, teacher)) if streamed and student.tokens else None
+    return two_heads.keep(pair, _operands(student, teacher)) if pair.how.mode and student.tokens else None
 
 
 def _operands(student: Problem, teacher: Problem) -> Operands:

@@ -16,10 +16,9 @@ from pallas_ce.api.head_options import WeightOptions
 from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
-from pallas_ce.modes.settings import WeightSum
-from pallas_ce.parallel.partitioning import share
+from pallas_ce.modes.how import WeightSum
+from pallas_ce.parallel.partitioning import known_device, share
 from pallas_ce.parallel.shards import Shards
-from pallas_ce.parallel.target import known_device
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.streaming.gradient_products import NO_GRADIENT, PerInput, needed_products
 
@@ -196,7 +195,7 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, backward=backward))
     hidden, weight, labels = arrays
     part = share(hidden, weight, labels, problem.spec)
-    how = problem.settings(arrays=(hidden, weight), padded_share=part.spec if part.padded else None)
+    how = problem.how(arrays=(hidden, weight), padded_share=part.spec if part.padded else None)
     spec, tokens, wide = part.spec, part.tokens, part.spec.accumulator.itemsize
     differentiated, needed = any(needs_grad), needed_products(needs_grad, spec.rank)
     mode = how.mode if differentiated else None

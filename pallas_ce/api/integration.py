@@ -10,7 +10,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   (check the arguments and choose how to compute), `keep` (`Known`, the arrays that a backward needs for the inputs that
   a `PerInput` flags) and `compute`, which takes that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `Operands`, of a
-  `Batch` and a `Head` of `NO_WEIGHT`, carried out as `Settings` say; `materialized_refusal` says why a backend cannot.
+  `Batch` and a `Head` of `NO_WEIGHT`, carried out as `How` say; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `Problem`, `read_low_rank`, `read_ids`, `label_array`,
   `canonical_labels`, `check_label_values`, `counted_labels`, `shifted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
@@ -40,10 +40,10 @@ from pallas_ce.backends.packages import refuse_older
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.head import NO_WEIGHT, Batch, Head, HeadSpec
 from pallas_ce.modes.call import Known, Operands
-from pallas_ce.modes.materialized import refusal as materialized_refusal
+from pallas_ce.modes.how import How
+from pallas_ce.modes.how import refusal_of_logits as materialized_refusal
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
-from pallas_ce.modes.settings import Settings
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.labels import as_array as label_array
@@ -60,6 +60,7 @@ __all__ = [
     "Batch",
     "Head",
     "HeadSpec",
+    "How",
     "Implementation",
     "Known",
     "Operands",
@@ -67,7 +68,6 @@ __all__ = [
     "PrecisionLike",
     "Problem",
     "Reduction",
-    "Settings",
     "canonical_labels",
     "check_label_values",
     "check_reduction",

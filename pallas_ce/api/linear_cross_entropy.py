@@ -13,7 +13,7 @@ from pallas_ce.api.options import call_metrics
 from pallas_ce.api.problem import Problem
 from pallas_ce.modes import evaluate, running
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics
 from pallas_ce.statistics.logits import present
@@ -83,17 +83,17 @@ def linear_cross_entropy(
 
 
 # What `compute` and `keep` take.
-Checked = tuple[Settings, Problem]
+Checked = tuple[How, Problem]
 
 
 def read(hidden: Any, weight: Any, labels: Any, **options: Any) -> Checked:
     """Checks the arguments of `linear_cross_entropy`."""
     problem = Problem.read(hidden, weight, ids("labels", labels), **options)
-    return problem.settings(), problem
+    return problem.how(), problem
 
 
 @program(static=1, by_row=lambda settings, problem, *_: (problem.options.by_row, False))
-def compute(settings: Settings, problem: Problem, known: Known | None = None) -> tuple[jax.Array, Metrics | None]:
+def compute(settings: How, problem: Problem, known: Known | None = None) -> tuple[jax.Array, Metrics | None]:
     """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same call."""
     static, operands = operands_of(settings, problem)
     value, found = evaluate.loss(static, operands._replace(known=known), problem.options.by_row)
@@ -104,13 +104,13 @@ def compute(settings: Settings, problem: Problem, known: Known | None = None) ->
     return value, call_metrics(static.row_total, found, targets, mask, operands.inputs, settings.total)
 
 
-def keep(settings: Settings, problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
+def keep(settings: How, problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
     return evaluate.keep(*operands_of(settings, problem), needs_grad)
 
 
 def add_gradients(
-    settings: Settings,
+    settings: How,
     problem: Problem,
     known: Known,
     needs_grad: PerInput[bool],
@@ -126,7 +126,7 @@ def add_gradients(
     return running.loss_and_gradients(static, operands, needs_grad)[1]
 
 
-def operands_of(settings: Settings, problem: Problem) -> tuple[Call[Settings], Operands]:
+def operands_of(settings: How, problem: Problem) -> tuple[Call, Operands]:
     """The problem as rows, a head, and a row loss with its inputs."""
     batch, head, mask = problem.rows_that_count()
     options = problem.options.of_rows(problem.shifted)

@@ -16,7 +16,7 @@ from pallas_ce.api.problem import Problem
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
@@ -101,7 +101,7 @@ def linear_loss(
         **options,
     )
     inputs = _read_inputs(row_inputs, problem.leading)
-    return _linear_loss(problem.settings(inputs), row_loss, problem, inputs)
+    return _linear_loss(problem.how(inputs), row_loss, problem, inputs)
 
 
 # Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
@@ -158,7 +158,7 @@ class _RowTotal:
 
 
 @program(static=2, by_row=lambda settings, row_loss, problem, inputs: problem.options.by_row)
-def _linear_loss(settings: Settings, row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
+def _linear_loss(settings: How, row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
     wide, (by_row, shared) = problem.spec.accumulator, inputs
     batch, head, mask = problem.rows_that_count()
     options = problem.options.of_rows(problem.shifted)

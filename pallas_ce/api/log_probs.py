@@ -13,7 +13,7 @@ from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
 from pallas_ce.statistics.logits import present
@@ -143,7 +143,7 @@ def linear_log_probs(
 
 
 # What `compute` and `keep` take.
-Checked = tuple[Settings, tuple[str, ...], Problem, jax.Array | None]
+Checked = tuple[How, tuple[str, ...], Problem, jax.Array | None]
 
 
 def read(
@@ -162,9 +162,9 @@ def read(
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
     names = tuple(name for name, wanted in asked.items() if wanted)
     if support is None:
-        return problem.settings(), names, problem, None
+        return problem.how(), names, problem, None
     support = _read_support(support, problem)
-    return dataclasses.replace(problem, labels=support).settings((problem.labels,)), names, problem, support
+    return dataclasses.replace(problem, labels=support).how((problem.labels,)), names, problem, support
 
 
 def _read_support(support: Any, problem: Problem) -> jax.Array:
@@ -183,7 +183,7 @@ def _read_support(support: Any, problem: Problem) -> jax.Array:
 
 @program(static=2)
 def compute(
-    settings: Settings,
+    settings: How,
     names: tuple[str, ...],
     problem: Problem,
     support: jax.Array | None = None,
@@ -200,7 +200,7 @@ def compute(
     return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
 
 
-def _over_support(settings: Settings, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
+def _over_support(settings: How, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
     mask = operands.mask
     logits = evaluate.statistics(Call(settings, _OF_SUPPORT), operands)["target_logit"]
     found = over_support(logits, present(operands.batch.labels), labels)
@@ -219,7 +219,7 @@ def _over_support(settings: Settings, names: tuple[str, ...], operands: Operands
 
 
 def keep(
-    settings: Settings,
+    settings: How,
     names: tuple[str, ...],
     problem: Problem,
     support: jax.Array | None,

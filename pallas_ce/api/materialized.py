@@ -11,11 +11,11 @@ from pallas_ce.api import linear_cross_entropy, log_probs, specs
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.options import read_options
 from pallas_ce.api.problem import Problem, read_labels
-from pallas_ce.backends.protocol import Implementation, Mode
+from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import NO_WEIGHT, HeadSpec
-from pallas_ce.modes import evaluate, materialized
+from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse
@@ -171,12 +171,12 @@ def mean_squared_lse(
         >>> print(mean_squared_lse(jnp.ones((2, 1)), jnp.array([0, -100])))
         1.0
     """
-    problem = _read(logits, labels, ignore_index, logit_softcap, vocab_size)
-    return _mean_squared_lse(materialized.decide(problem.spec, problem.hidden, None, "recompute"), problem)
+    problem = _read(logits, labels, ignore_index=ignore_index, logit_softcap=logit_softcap, vocab_size=vocab_size)
+    return _mean_squared_lse(problem.how(task="logits"), problem)
 
 
 @program(static=1, by_row=lambda *_: False)
-def _mean_squared_lse(settings: Settings, problem: Problem) -> jax.Array:
+def _mean_squared_lse(settings: How, problem: Problem) -> jax.Array:
     operands = Operands(*problem.rows_that_count())
     lse = evaluate.statistics(Call(settings, frozenset({"lse"})), operands)["lse"]
     return jnp.sum(lse * lse) * safe_inverse(jnp.sum(present(operands.mask), dtype=lse.dtype))
@@ -230,50 +230,53 @@ def selective_log_softmax(
             f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
             "entries"
         )
-    settings = materialized.decide(spec, logits, implementation, "recompute", several=index.ndim == logits.ndim)
+    problem = _problem(spec, logits, label_rule.as_array(index), None, implementation=implementation)
+    how = problem.how(task="logits")
     if index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
-    problem = _problem(spec, logits, label_rule.as_array(index), None)
-    return log_probs.compute(settings, ("log_prob",), problem).log_probs
+    return log_probs.compute(how, ("log_prob",), problem).log_probs
 
 
-def _checked(
-    *,
-    logits: Any,
-    labels: Any,
-    logit_softcap: float | None,
-    ignore_index: int | None,
-    vocab_size: int | None,
-    implementation: Implementation | None,
-    validate_labels: bool,
-    chunk: int | None = None,
-    **of_loss: Any,
-) -> Any:
-    problem = _read(logits, labels, ignore_index, logit_softcap, vocab_size, validate_labels, **of_loss)
-    mode: Mode = "recompute" if problem.options.by_row else "in_forward"
-    settings = materialized.decide(problem.spec, problem.hidden, implementation, mode, chunk=chunk)
-    loss, metrics = linear_cross_entropy.compute(settings, problem)
+def _checked(**given: Any) -> Any:
+    problem = _read(**given)
+    loss, metrics = linear_cross_entropy.compute(problem.how(task="logits"), problem)
     return (loss, metrics) if problem.options.return_metrics else loss
 
 
 def _read(
     logits: Any,
     labels: Any,
+    *,
     ignore_index: int | None,
     logit_softcap: float | None,
     vocab_size: int | None,
     validate_labels: bool = False,
-    **of_loss: Any,
+    **options: Any,
 ) -> Problem:
     logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
     spec = specs.logits_spec(logits, vocab_size, logit_softcap)
     labels = read_labels(labels, logits.shape[:-1], spec, ignore_index, validate_labels, "logits'")
-    return _problem(spec, logits, labels, ignore_index, **of_loss)
+    return _problem(spec, logits, labels, ignore_index, **options)
 
 
-def _problem(spec: HeadSpec, logits: jax.Array, labels: jax.Array, ignore_index: int | None, **of_loss: Any) -> Problem:
-    """The logits as hidden states of a head of `NO_WEIGHT`."""
-    options = read_options(logits.shape[:-1], spec.vocab_size, "logits'", **of_loss)
+def _problem(
+    spec: HeadSpec,
+    logits: jax.Array,
+    labels: jax.Array,
+    ignore_index: int | None,
+    *,
+    implementation: Implementation | None = None,
+    chunk: int | None = None,
+    **of_loss: Any,
+) -> Problem:
+    """The logits as hidden states of a head of `NO_WEIGHT`; `chunk` is the most rows of a block."""
     return Problem(
-        hidden=logits, weight=NO_WEIGHT, labels=labels, options=options, spec=spec, ignore_index=ignore_index
+        hidden=logits,
+        weight=NO_WEIGHT,
+        labels=labels,
+        options=read_options(logits.shape[:-1], spec.vocab_size, "logits'", **of_loss),
+        spec=spec,
+        ignore_index=ignore_index,
+        implementation=implementation,
+        scratch_bytes=None if chunk is None else chunk * spec.weight_rows * spec.accumulator.itemsize,
     )

@@ -13,9 +13,10 @@ from pallas_ce.api.options import Options, read_options
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.backends.select import warn_once
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
-from pallas_ce.modes.settings import Settings, decide
+from pallas_ce.modes.how import How, Task, decide
 from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
 from pallas_ce.statistics import labels as label_rule
+from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.rows import flat_rows
 
 
@@ -104,8 +105,7 @@ class Problem:
         row_mask = arguments.row_mask(row_mask, leading)
         if shift := arguments.shift(shift, labels, leading):
             refuse_shift(shift, (hidden, labels))
-        check_split(mesh_axes, given.weight, hidden, (labels, row_mask))
-        return cls(
+        problem = cls(
             hidden=hidden,
             weight=given.weight,
             up=given.up,
@@ -125,6 +125,8 @@ class Problem:
             shift=shift,
             term_scale=given.scale,
         )
+        problem._check_split()
+        return problem
 
     def tempered(self, temperature: Any, zero: bool = False) -> Self:
         """At a temperature beside the head, whose logits are needed without it; with `zero` it may be 0."""
@@ -141,30 +143,44 @@ class Problem:
         """N."""
         return math.prod(self.leading)
 
-    def settings(
-        self, others: Any = (), *, arrays: Any | None = None, padded_share: HeadSpec | None = None
-    ) -> Settings:
+    def how(
+        self,
+        others: Any = (),
+        *,
+        task: Task = "head",
+        arrays: Any | None = None,
+        padded_share: HeadSpec | None = None,
+    ) -> How:
         """How the call is carried out.
 
         Args:
             others: its further arrays.
+            task: see `How`.
             arrays: what may know the device; by default hidden states and weight.
             padded_share: see `decide`.
         """
-        if doubt := check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask)):
+        shards = None
+        if task == "head" and (doubt := self._check_split()):
             warn_once(doubt)
+        if task in ("head", "pair"):
+            shards = shards_of(MeshAxes() if task == "pair" else self.mesh_axes, self, others)
         return decide(
             self.spec,
             self.tokens,
             (self.hidden, self.weight) if arrays is None else arrays,
+            task=task,
             scalar_loss=not self.options.by_row,
             rows=self.batch_spec,
             backward=self.options.backward,
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
-            shards=shards_of(self.mesh_axes, self, others),
+            shards=shards,
+            checked=bool(varying(self)),
             padded_share=padded_share,
         )
+
+    def _check_split(self) -> str | None:
+        return check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask))
 
     @property
     def batch_spec(self) -> BatchSpec:

@@ -14,7 +14,7 @@ from pallas_ce.api.linear_cross_entropy import operands_of
 from pallas_ce.api.low_rank import LowRank
 from pallas_ce.api.problem import Problem
 from pallas_ce.modes import evaluate, running
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.modes.sums import added
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.logits import present
@@ -112,7 +112,7 @@ def linear_cross_entropy_and_gradients(
         None if problem.bias is None or bias_sum is None else _sum("bias_sum", bias_sum, "bias", problem.bias, problem),
     )
     scale = jnp.asarray(checks.scalar("loss_scale", loss_scale), problem.spec.accumulator)
-    return _compute(problem.settings((sums, scale)), problem, *sums, scale)
+    return _compute(problem.how((sums, scale)), problem, *sums, scale)
 
 
 def _sum(name: str, given: Any, of: str, array: jax.Array, problem: Problem) -> jax.Array:
@@ -125,14 +125,14 @@ def _sum(name: str, given: Any, of: str, array: jax.Array, problem: Problem) -> 
     return total
 
 
-def _lie_as(settings: Settings, problem: Problem, *sums: Any) -> Any:
+def _lie_as(settings: How, problem: Problem, *sums: Any) -> Any:
     places: Any = (False, True, *sums[:2])
     return LossAndGradients(*places)
 
 
 @program(static=1, by_row=_lie_as)
 def _compute(
-    settings: Settings,
+    settings: How,
     problem: Problem,
     weight_sum: jax.Array,
     bias_sum: jax.Array | None,

@@ -14,9 +14,11 @@ from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head, tempered
+from pallas_ce.head import Head, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_rows_that_count
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
+from pallas_ce.parallel.shards import RowArrays
 from pallas_ce.statistics.row import Partial, finalise, gap
 from pallas_ce.streaming import noise
 from pallas_ce.streaming.rows import flat_rows, zeroed
@@ -195,8 +197,8 @@ def _sample_of_kept(
     return _samples(_draw(keys, logits, ids, None, inverse_temperature), partial, inverse_temperature)
 
 
-def _block(by_row: tuple[Batch, jax.Array, _Limits], head: Head, plan: Plan) -> Samples:
-    batch, keys, limits = by_row
+def _block(how: How, plan: Plan, rows: RowArrays, head: Head) -> Samples:
+    batch, (keys, limits) = rows.batch, rows.more
     inverse = batch.inverse_temperature
     if not jax.tree.leaves(limits):
 
@@ -206,7 +208,7 @@ def _block(by_row: tuple[Batch, jax.Array, _Limits], head: Head, plan: Plan) -> 
         batch = batch._replace(inverse_temperature=_finite(inverse))
         return _samples(*fold_with_lse(part, _merge_drawn, head, batch, plan.columns), inverse)
 
-    batch, vocab_size = head.with_low(batch._replace(inverse_temperature=None)), head.spec.vocab_size
+    batch, vocab_size = batch._replace(inverse_temperature=None), head.spec.vocab_size
     logits = Tiles(vocab_size, plan.columns).for_each(
         lambda tile, stored: tile.put(stored, head.tile_logits(batch, tile), axis=1),
         jnp.zeros((len(batch.hidden), vocab_size), head.spec.accumulator),
@@ -225,8 +227,9 @@ def _linear_sample(streams: Streams, problem: Problem, key: Any, limits: _Limits
         return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, wide))
 
     with jax.named_scope("pallas_ce.sample"):
-        by_row = (batch, noise.row_keys(key, problem.tokens), _by_row(problem, limits))
-        found = over_rows_that_count(_block, streams.block_sizes, empty, by_row, head, mask)
+        rows = RowArrays(batch, mask, more=(noise.row_keys(key, problem.tokens), _by_row(problem, limits)))
+        how = How("xla", None, streams.scratch_bytes)
+        found = over_rows_that_count(how, _block, lambda _, tokens: streams.block_sizes(tokens), empty, rows, head)
     return jax.tree.map(lambda x: x.reshape(problem.leading), found)
 
 

@@ -1,7 +1,8 @@
 """`linear_top_k`: the largest logits of each row, without storing the others."""
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,13 @@ from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import HeadOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.backends import select
-from pallas_ce.backends.protocol import IMPLEMENTATIONS, Implementation, Plan, TopKFinder
-from pallas_ce.head import Batch, Head, tempered
+from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
+from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
-from pallas_ce.parallel.entry import at_lowering, program
+from pallas_ce.modes.how import How
+from pallas_ce.parallel.entry import program
+from pallas_ce.parallel.shards import RowArrays
 from pallas_ce.statistics.row import Partial, finalise
-from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.selection import Largest, top_k
 from pallas_ce.streaming.tiles import Tile
 
@@ -91,66 +92,44 @@ def linear_top_k(
     problem = Problem.read(hidden, weight, row_mask=row_mask, implementation=implementation, **options)
     problem = problem.tempered(temperature)
     k = count("k", k, problem.spec.vocab_size, f"vocab_size={problem.spec.vocab_size}")
-    finders = _finders(k, problem)
-    for finder in finders:
-        finder.block_sizes(max(problem.tokens, 1))  # raises where the budget is too small
-    return _linear_top_k(k, finders, problem)
-
-
-def _finders(k: int, problem: Problem) -> tuple[TopKFinder, ...]:
-    """The finders of the implementations that may serve the call; see `entry.at_lowering`."""
-    spec, asked = problem.spec, problem.implementation
-
-    def lacking(name: str) -> bool:
-        return name == "reference" or (select.load(name).top_k is None and select.load(name).capabilities.cuda_only)
-
-    def finder(name: str) -> TopKFinder:
-        own = select.load(name).top_k
-        # Beside the logits: their exponentials, and what selecting from them takes.
-        return _Tiled((spec,), problem.scratch_bytes, 4, k) if own is None else own(spec, k, problem.scratch_bytes)
-
-    if asked in IMPLEMENTATIONS and lacking(asked):
-        raise ValueError(f"implementation={asked!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits")
-    name, _, default = select.select(
-        asked,
-        lambda name: "it has no top-k" if lacking(name) else select.load(name).refusal(spec),
-        (problem.hidden, problem.weight),
-        checked=bool(varying(problem)),
-    )
-    chosen = finder(name)
-    return (chosen,) if default is None else default.variants(chosen, finder(default.instead), _holds_a_row(chosen))
-
-
-def _holds_a_row(finder: TopKFinder) -> bool:
+    how = problem.how(task="top_k")
     try:
-        finder.block_sizes(1)
-    except ValueError:
-        return False
-    return True
+        _finder(how, problem.spec, k).block_sizes(max(problem.tokens, 1))
+    except ValueError:  # the budget is too small
+        if how.default is None:
+            raise
+        how = dataclasses.replace(how, implementation=how.default.instead, default=None)
+    return _linear_top_k(how, k, problem)
+
+
+def _finder(how: How, spec: HeadSpec, k: int) -> TopKFinder:
+    own = how.backend.top_k
+    # Beside the logits: their exponentials, and what selecting from them takes.
+    return _Tiled((spec,), how.scratch_bytes, 4, k) if own is None else own(spec, k, how.scratch_bytes)
 
 
 @program(static=2)
-def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], problem: Problem) -> TopK:
-    (batch, head, mask), wide = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
+def _linear_top_k(how: How, k: int, problem: Problem) -> TopK:
+    (batch, head, mask), spec = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec
 
     def empty(rows: int) -> TopK:
-        zeros = jnp.zeros((rows, k), wide)
+        zeros = jnp.zeros((rows, k), spec.accumulator)
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
-    def search(finder: TopKFinder, *arrays: Any) -> TopK:
-        return over_rows_that_count(functools.partial(_block, finder), finder.block_sizes, empty, *arrays)
+    def visit(how: How, plan: Plan, rows: RowArrays, head: Head) -> TopK:
+        batch = rows.batch
+        best, partial = _finder(how, spec, k).find(head, batch, plan)
+        scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, LSE)["lse"]
+        # A row of -inf only: (-inf) - (-inf) would be nan.
+        log_probs = scaled - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
+        return TopK(best.values, best.places, log_probs)
+
+    def block_sizes(how: How, tokens: int) -> Plan:
+        return _finder(how, spec, k).block_sizes(tokens)
 
     with jax.named_scope("pallas_ce.top_k"):
-        found = at_lowering(finders, search, batch, head, mask)
+        found = over_rows_that_count(how, visit, block_sizes, empty, RowArrays(batch, mask), head)
     return jax.tree.map(lambda x: x.reshape(*problem.leading, k), found)
-
-
-def _block(finder: TopKFinder, batch: Batch, head: Head, plan: Plan) -> TopK:
-    best, partial = finder.find(head, batch, plan)
-    scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, LSE)["lse"]
-    # A row of -inf only: (-inf) - (-inf) would be nan.
-    log_probs = scaled - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
-    return TopK(best.values, best.places, log_probs)
 
 
 class _Tiled(Streams):

@@ -75,7 +75,7 @@ class Capabilities:
     Attributes:
         checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
         large_blocks: whether larger blocks are worth the memory: by default twice as much for float32 operands, and for
-            in_forward as much as the weight's wide sum, which a single block does without; see `Settings.block_sizes`.
+            in_forward as much as the weight's wide sum, which a single block does without; see `How.block_sizes`.
         wide_stash: whether in_forward's stash takes the bytes of the wide logits, and a single block more than those.
         cuda_only: whether it runs on CUDA devices alone.
         adds_in_place: whether `stash_products` adds to the weight's sum even for the first of several blocks, so that

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import packages
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend
-from pallas_ce.parallel.target import known_device
+from pallas_ce.parallel.partitioning import known_device
 
 # The backend for every other device, and for every call that the choices refuse.
 _EVERYWHERE = "xla"
@@ -43,12 +43,6 @@ class Default(NamedTuple):
 
     instead: str
     certain: bool
-
-    def variants[Variant](self, chosen: Variant, instead: Variant, served: bool) -> tuple[Variant, ...]:
-        """The variant for one device, or one for CUDA and one for every other platform."""
-        if not served:
-            return (instead,)
-        return (chosen,) if self.certain else (chosen, instead)
 
 
 class Chosen(NamedTuple):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head
+from pallas_ce.modes.how import How
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 
 
@@ -31,7 +32,7 @@ class RowTotal(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call[How]:
+class Call:
     """Static facts of a call.
 
     Attributes:

@@ -16,7 +16,6 @@ from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import in_forward, materialized, recompute
 from pallas_ce.modes.call import Call, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
-from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.row import only
@@ -134,7 +133,7 @@ _of_logits_with_handle = differentiable(
 )
 
 
-def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]:
+def statistics(call: Call, operands: Operands) -> dict[str, jax.Array]:
     """Primitive statistics `[...]` of the rows, differentiable; 0 where the mask is False."""
     batch, head, mask = operands[:3]
     if batch.hidden.size == 0:
@@ -146,7 +145,7 @@ def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]
     return (_of_logits if head.weight is NO_WEIGHT else _recomputed)(call, operands)
 
 
-def loss(call: Call[Settings], operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss(call: Call, operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`Σ row_total` over the rows that count or, `by_row`, each `[...]`, 0 where masked; and constant statistics."""
     handle = jnp.zeros((), operands.head.spec.accumulator)
     if call.settings.mode == "in_forward" and operands.batch.hidden.size > 0:
@@ -159,18 +158,18 @@ def loss(call: Call[Settings], operands: Operands, by_row: bool) -> tuple[jax.Ar
     return result, jax.tree.map(jax.lax.stop_gradient, found)
 
 
-def total(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+def total(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
     """`Σ row_total` over the rows that count, from their statistics `[...]`."""
     return call.settings.total(jnp.sum(_values(call, operands, found)))
 
 
-def _values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+def _values(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
     assert call.row_total is not None
     leading = operands.batch.leading
     return row_values(call.row_total, found, leading, operands.mask, operands.inputs).reshape(leading)
 
 
-def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known | None:
+def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | None:
     """What `Operands.known` may be, for gradients of `needs_grad` or fewer.
 
     None for the reference, which differentiates its logits anew.

@@ -9,7 +9,7 @@ from jax import lax
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head
 from pallas_ce.modes.call import Operands
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics.row import finalise, struct
@@ -38,7 +38,7 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
 
 
 def forward_statistics(
-    settings: Settings, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
+    settings: How, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
 ) -> Statistics:
     """Primitive statistics `[...]` of the rows that count, 0 in the others.
 
@@ -50,7 +50,7 @@ def forward_statistics(
 
 
 def _local_statistics(
-    names: frozenset[str], before_gradient: bool, settings: Settings, local: Local
+    names: frozenset[str], before_gradient: bool, settings: How, local: Local
 ) -> tuple[Statistics, None]:
     """The statistics of the rows that came in on one device."""
     shards, rows, head, _ = local

@@ -20,7 +20,7 @@ from jax import lax
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.modes.call import Call, Known, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import NO_AXES, Local, RowArrays, Shards, psum
@@ -52,7 +52,7 @@ def with_handle(
 
 
 def forward(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
+    call: Call, operands: Operands, needs_grad: PerInput[bool] | None
 ) -> tuple[tuple[Statistics, jax.Array], PerInput[jax.Array]]:
     """Statistics and handle; kept are the sums that the gradients come from."""
     if (known := operands.known) is None:
@@ -63,7 +63,7 @@ def forward(
 
 
 def backward(
-    call: Call[Settings],
+    call: Call,
     operands: Operands,
     needs_grad: PerInput[bool],
     kept: PerInput[jax.Array],
@@ -76,12 +76,12 @@ def backward(
     return finish(operands, kept.where(needs_grad), psum(upstream, shards.cotangents_of_total), shards.sums)
 
 
-def _varies(call: Call[Settings]) -> bool:
+def _varies(call: Call) -> bool:
     """Whether the loss reads a statistic that has a derivative."""
     return bool(call.read - {"argmax"})
 
 
-def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known:
+def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
     if not (any(needs_grad) and _varies(call)):
         return Known(forward_statistics(call.settings, call.names, operands))
@@ -100,10 +100,10 @@ def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -
 
 
 def _statistics_and_sums(
-    call: Call[Any],
+    call: Call,
     needs_grad: PerInput[bool],
     weight_dtype: np.dtype,
-    settings: Settings,
+    settings: How,
     local: Local,
     shared_inputs: Any,
     cotangent: jax.Array | None,
@@ -177,7 +177,7 @@ def _statistics_and_sums(
     return (shards.own_rows(found), hidden_sum), of_head
 
 
-def row_cotangents(call: Call[Any], statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
+def row_cotangents(call: Call, statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
     """d Σ row_total / d statistics, of those that it reads, for the block's valid rows; exactly 0 for the others."""
 
     def summed(varied: Statistics) -> jax.Array:

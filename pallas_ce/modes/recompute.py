@@ -15,7 +15,7 @@ from pallas_ce.head import Head
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Call, Operands
 from pallas_ce.modes.forward import Statistics, forward_statistics
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays, psum
 from pallas_ce.statistics import gradient as coef
@@ -36,9 +36,7 @@ class _Kept(NamedTuple):
     head: Head | None
 
 
-def forward(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
-) -> tuple[Statistics, _Kept | None]:
+def forward(call: Call, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[Statistics, _Kept | None]:
     """The statistics; keeps the ones that their derivatives read."""
     settings, known, whole = call.settings, operands.known, None
     saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
@@ -54,9 +52,7 @@ def forward(
     return only(found, call.names), _Kept(only(found, saved), whole)
 
 
-def backward(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: Statistics
-) -> Arrays:
+def backward(call: Call, operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: Statistics) -> Arrays:
     """Gradients from the statistics' cotangents."""
     settings, head = call.settings, operands.head
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
@@ -72,13 +68,13 @@ def backward(
         return sweep.finished(operands, *streamed(settings, gradients)(rows, head, given))
 
 
-def _handed_whole(settings: Settings) -> Settings:
+def _handed_whole(settings: How) -> How:
     assert settings.shards is not None
     return dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, handed_whole=True))
 
 
 def _gradients(
-    needs_grad: PerInput[bool], weight_dtype: np.dtype, settings: Settings, local: Local
+    needs_grad: PerInput[bool], weight_dtype: np.dtype, settings: How, local: Local
 ) -> tuple[jax.Array | None, Arrays]:
     shards, rows, head, _ = local
     kept, cotangents = rows.more

@@ -9,15 +9,12 @@ import jax
 
 from pallas_ce.modes import evaluate, in_forward, recompute
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.modes.settings import Settings
 from pallas_ce.modes.sums import added
 from pallas_ce.statistics.logits import present
 from pallas_ce.streaming.gradient_products import Arrays, PerInput
 
 
-def loss_and_gradients(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]
-) -> tuple[jax.Array, Arrays]:
+def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
     """`Σ row_total` over the rows that count, and its gradients in `needs_grad`, times `operands.cotangent`.
 
     Among them are the hidden states and the weight: in place of the weight's gradient there is `weight_sum` with the
@@ -40,7 +37,7 @@ def loss_and_gradients(
     return loss, recompute.backward(call, operands, needs_grad, kept, evaluate.given(*back(cotangent)))
 
 
-def _differentiated(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
+def _differentiated(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
     """By the reference, and of no rows."""
     constants = operands._replace(cotangent=None, weight_sum=None)
     inputs = operands.differentiable

@@ -2,18 +2,22 @@
 
 The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes. `split` decides between
 data, tensor and sequence parallelism, FSDP, and their combinations, whatever the layout.
+
+A program is lowered after it was traced, for the device its arrays lie on; the process's default backend says nothing
+of it. But a mesh knows its devices, also where a program is only compiled for them: `known_device`.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, lay_out, without
@@ -242,3 +246,28 @@ def weight_names(head: Head | None) -> Names:
     if head is None:
         return ()
     return ("vocabulary", "width") if head.spec.vocab_axis == 0 else ("width", "vocabulary")
+
+
+@contextlib.contextmanager
+def known_device(arrays: Any) -> Iterator[AbstractDevice | None]:
+    """The device that `arrays`, a pytree, are known to lie on; None where only lowering will tell.
+
+    Inside, JAX's ambient mesh names it too, which is where rules and tables that depend on the device look.
+    """
+    if device := jax.sharding.get_abstract_mesh().abstract_device:
+        yield device
+        return
+    device = next(filter(None, map(_device, jax.tree.leaves(arrays))), None)
+    if device is None:
+        yield None
+        return
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        yield device
+
+
+def _device(array: Any) -> AbstractDevice | None:
+    """The device of an array's, tracer's or struct's mesh."""
+    # A tracer has the sharding of its type only.
+    place = jax.typeof(array).sharding if isinstance(array, jax.Array) else getattr(array, "sharding", None)
+    mesh = getattr(place, "mesh", None)
+    return None if mesh is None else mesh.abstract_mesh.abstract_device

@@ -1,6 +1,6 @@
 """Forward mode, which gradients that are streamed do not have, is refused in words.
 
-JAX's own error is a bare TypeError. `in_reverse_mode` translates it where forward mode differentiates a call. What
+JAX's own error is a bare TypeError, which `entry.program` translates where forward mode differentiates a call. What
 `jax.linearize` returns is evaluated outside of any call, so that `reverse_mode_only` puts an operation in front, which
 has no evaluation: reverse mode only transposes it, to nothing.
 """
@@ -15,21 +15,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-_REFUSAL = (
+REFUSAL = (
     "pallas_ce has derivatives in reverse mode only: in place of jax.jvp, jax.jacfwd or jax.linearize use jax.grad, "
     "jax.vjp or jax.jacrev; or a function with a head by implementation='reference', which materialises the logits, "
     "and in place of one of stored logits plain JAX on jax.nn.log_softmax"
 )
 
-
-def in_reverse_mode[Out](function: Callable[..., Out], *arguments: Any) -> Out:
-    """The call; if forward mode reaches a `custom_vjp` in it, an error that says what to do."""
-    try:
-        return function(*arguments)
-    except TypeError as error:
-        if "can't apply forward-mode autodiff" not in str(error):
-            raise
-        raise NotImplementedError(_REFUSAL) from error
+# What JAX's own error says, a TypeError, where forward mode reaches a `custom_vjp`.
+FORWARD_MODE = "can't apply forward-mode autodiff"
 
 
 def reverse_mode_only[F: Callable[..., Any]](function: F) -> F:
@@ -44,7 +37,7 @@ def reverse_mode_only[F: Callable[..., Any]](function: F) -> F:
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(_REFUSAL)
+    raise NotImplementedError(REFUSAL)
 
 
 # Takes tangents, `[]` float32.
