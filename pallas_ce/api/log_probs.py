@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api.checks import ArrayLike, ids
+from pallas_ce.api.checks import ArrayLike, ids, integers
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import LabelledOptions
 from pallas_ce.api.low_rank import WeightLike
@@ -170,8 +170,7 @@ def read(
 def _read_support(support: Any, problem: Problem) -> jax.Array:
     assert problem.labels is not None
     kept, leading = ids("support", support), problem.leading
-    if not jnp.issubdtype(kept.dtype, jnp.integer):
-        raise TypeError(f"support has dtype {kept.dtype}; it must be an integer one")
+    integers("support has", kept)
     if kept.shape[:-1] != leading or kept.ndim != len(leading) + 1 or not kept.shape[-1]:
         raise ValueError(f"support has shape {kept.shape}; {leading} with K >= 1 ids of each row behind it is needed")
     if problem.labels.shape != leading:

@@ -222,8 +222,7 @@ def selective_log_softmax(
     logits = arguments.array("logits", logits)
     spec = specs.logits_spec(logits, None, None)
     index = arguments.ids("index", index)
-    if not jnp.issubdtype(index.dtype, jnp.integer):
-        raise TypeError(f"index has dtype {index.dtype}; it must be an integer one")
+    arguments.integers("index has", index)
     leading = logits.shape[:-1]
     if index.shape[: len(leading)] != leading or index.ndim > logits.ndim:
         raise ValueError(

@@ -63,18 +63,10 @@ def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
     return jax.tree.map(functools.partial(_barrier, instead), tree)
 
 
-def values_of(tree: Any) -> Any:
-    """The primal values of a tree of `custom_vjp` primals."""
-    return jax.tree.map(lambda primal: primal.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
-
-
 def given(cotangents: Any) -> Any:
     """`cotangents`, None for integers and where JAX says that nothing depends on the output."""
-
-    def none(g: Any) -> bool:
-        return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0
-
-    return jax.tree.map(lambda g: None if none(g) else g, cotangents)
+    absent = jax.dtypes.float0
+    return jax.tree.map(lambda g: None if isinstance(g, SymbolicZero) or g.dtype == absent else g, cotangents)
 
 
 def differentiable[Static, Out](
@@ -99,7 +91,7 @@ def differentiable[Static, Out](
 
     def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
         flags = primals.differentiable.map(lambda x: x is not None and x.perturbed)
-        operands: Operands = values_of(primals)
+        operands: Operands = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
         out, kept = forward(static, first_order_only(operands, instead), flags)
         read = operands._replace(known=None) if reads_operands else jax.tree.map(lambda _: None, operands)
         return out, _Saved(read, kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))

@@ -49,40 +49,35 @@ def forward_statistics(
         return operation(RowArrays(operands.batch, operands.mask), operands.head, NO_ARRAYS)[0]
 
 
-def _local_statistics(
-    names: frozenset[str], before_gradient: bool, settings: How, local: Local
-) -> tuple[Statistics, None]:
+def _local_statistics(names: frozenset[str], before_gradient: bool, how: How, local: Local) -> tuple[Statistics, None]:
     """The statistics of the rows that came in on one device."""
     shards, rows, head, _ = local
-    hidden, backend = rows.batch.hidden, settings.backend
-    tokens, whole = hidden.shape[0], settings.block_sizes(head.spec, hidden.shape[0], None)
+    hidden, backend = rows.batch.hidden, how.backend
+    tokens, whole = hidden.shape[0], how.block_sizes(head.spec, hidden.shape[0], None)
 
-    def visit(counted: Rows, plan: Plan) -> Statistics:
+    def visit(mask: jax.Array | None, plan: Plan) -> Statistics:
+        """Of the rows that `mask` counts; where it is None of all, 0 in those that do not count."""
+
         def body(block: RowBlock, found: Statistics) -> Statistics:
             block_batch = jax.tree.map(block.take, rows.batch)
             partial = backend.statistics(head, block_batch, names, plan, block.filled)
             return put_all(block, found, finalise(shards.merge(partial, head), names))
 
-        blocks = counted.blocks(tokens, plan.rows, skipped=plan.skips_rows)
-        return blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)
+        blocks = Rows.counted(mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
+        found = blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)
+        return found if mask is not None else zeroed(rows.mask, found)
 
-    if rows.mask is None:
-        return shards.own_rows(visit(Rows.counted(None), whole)), None
-    if before_gradient and whole.skips_rows and whole.rows >= tokens:
+    if rows.mask is None or (before_gradient and whole.skips_rows and whole.rows >= tokens):
         # One way, with one kernel to compile, where a choice would have two.
-        return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None
+        return shards.own_rows(visit(rows.mask, whole)), None
     # To pack all rows at once would take a copy of hidden's size.
     steps = _GATHERED_BYTES // (_GATHERED_STEP * head.spec.hidden_size * hidden.dtype.itemsize)
-    parts = settings.block_sizes(head.spec, min(tokens, _GATHERED_STEP * max(1, steps)), None)
+    parts = how.block_sizes(head.spec, min(tokens, _GATHERED_STEP * max(1, steps)), None)
     parts = parts._replace(columns=min(parts.columns, whole.columns))  # what the smaller blocks free stays free
     if parts.rows >= whole.rows or (parts.skips_rows and not Tiles(tokens, parts.rows).few):
-        return shards.own_rows(visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))), None
+        return shards.own_rows(visit(rows.mask, min(whole, parts, key=lambda plan: plan.rows))), None
     # Rows do not depend on each other: those that do not count are worked on and left out.
     # Where a way has a loop, the host is told of the choice anyway.
     choice = device_cond if parts.skips_rows else lax.cond
-    found = choice(
-        few_ignored(rows.mask),
-        lambda: zeroed(rows.mask, visit(Rows.counted(None), whole)),
-        lambda: visit(Rows.counted(rows.mask), parts),
-    )
-    return shards.own_rows(found), None
+    every, counted = functools.partial(visit, None, whole), functools.partial(visit, rows.mask, parts)
+    return shards.own_rows(choice(few_ignored(rows.mask), every, counted)), None

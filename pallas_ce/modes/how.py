@@ -48,11 +48,11 @@ class WeightSum(NamedTuple):
 _NO_SUM = WeightSum()
 
 
-# What is carried out: a loss or statistics of a streamed head, or of logits that the caller holds; a head's largest
+# A loss or statistics of a streamed head, or of logits that the caller holds; a head's largest
 # logits; a divergence of two heads.
 Task = Literal["head", "logits", "top_k", "pair"]
 
-# Of each but the first, the implementations that it has, and what is said to who asks for another one.
+# Of each but the first, the implementations that it has, and the end of the error for another one.
 _OTHER_TASKS: dict[Task, tuple[tuple[str, ...], str]] = {
     "logits": (("xla", "mosaic_gpu"), "does not serve materialized logits: choose 'xla' or 'mosaic_gpu'"),
     "top_k": (("xla", "mosaic_gpu"), "has no top-k: use 'xla', or jax.lax.top_k of materialized logits"),
@@ -71,7 +71,7 @@ class How:
         shards: how the call is split inside a `shard_map`; None outside.
         default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
         platform: the one that is known to be lowered for, as JAX's devices name theirs; None: the process's.
-        task: what is carried out.
+        task: a name of the call's work.
         implementation_reason: why that implementation, for `explain`.
         mode_reason: why that mode.
     """
@@ -92,9 +92,9 @@ class How:
         return select.load(self.implementation).on(self.platform)
 
     def variants(self, local: Local) -> tuple["How", ...]:
-        """How a device's share of the call is carried out; see `entry.at_lowering`.
+        """How a device's share of the call is carried out: one way, or one for CUDA and one for other platforms.
 
-        What they return has the same types: mode, dtypes and kept arrays depend on no backend.
+        Results of both have the same types: mode, dtypes and kept arrays depend on no backend.
         """
         if self.default is None:
             return (self,)
@@ -201,7 +201,7 @@ def refusal_of_logits(
 ) -> str | None:
     """Why an implementation cannot serve materialized logits, as the end of a sentence; None where it can.
 
-    There are so many `rows`, if known, and `several` targets for each or one.
+    `rows` is their number, if known; with `several` each has several targets.
     """
     backend = select.load(implementation)
     if backend.materialized is None:
@@ -236,7 +236,7 @@ def decide(
         spec: the head.
         tokens: the rows.
         arrays: the call's arrays, or structs, which may know their device.
-        task: what is carried out.
+        task: see `How`.
         scalar_loss: whether a summed row-wise loss is differentiated.
         rows: static facts of the rows.
         backward: the mode asked for, or "auto".

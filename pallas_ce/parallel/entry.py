@@ -6,15 +6,15 @@ for each example, the operation maps over the batch, one example's scratch at a 
 
 Under `jit` on a mesh, XLA cannot see through a kernel: left to itself it gathers the weight on every device.
 `custom_partitioning` hands the decision to `partitioning.split`. Inside, where a device's share of the work is known,
-`at_lowering` leaves the choice of a backend to the lowering. All this needs automatic mesh axes: see `program`.
+the choice of a backend is left to the lowering. All this needs automatic mesh axes: see `program`.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,50 +84,35 @@ def program[Out](
     return decorate
 
 
-class How(Protocol):
-    """How an operation is carried out; static and hashable."""
-
-    @property
-    def shards(self) -> Shards | None:
-        """How it is split inside a `shard_map`; where None, `jit`'s partitioner splits it on a mesh."""
-        ...
-
-    def variants(self, local: Local, /) -> Sequence[Self]:
-        """How one device's share is, with what it works on; see `at_lowering`."""
-        ...
-
-
-def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]], *, whole_head: bool = False) -> Operation:
+def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head: bool = False) -> Operation:
     """`operation(how, local, *shared)` as an `Operation` on rows of any leading shape, mapped by `vmap`.
 
     It is called for one device, with what that works on: flat rows `[N, ...]`, and its part of the head. Under `jit`
     that is the `whole_head` for operations that know no part of one.
+
+    `how`, static and hashable, has `shards`, how the operation is split inside a `shard_map`; where None, `jit`'s
+    partitioner splits it on a mesh. Its `variants(local)` are how a device's share is carried out: one way for every
+    platform, or one for CUDA and one for the others.
     """
 
     def on_device(shards: Shards, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
         leading = rows.batch.leading
         rows, head = shards.enter(flat_rows(leading, rows), head)
         local = Local(shards, rows._replace(batch=head.with_low(rows.batch)), head, sums)
-        by_row, of_head = at_lowering(how.variants(local), operation, local, *shared)
+        cuda, *others = (functools.partial(operation, variant) for variant in how.variants(local))
+        if others:  # both are traced and must return the same types; only one is lowered
+            by_row, of_head = lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])
+        else:
+            by_row, of_head = cuda(local, *shared)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
 
-    if automatic := automatic_axes():
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.manual_axes and mesh.shape[axis] > 1}
+    if automatic:
         return over_rows(_made_manual(on_device, how.shards or Shards(), automatic, whole_head))
     if how.shards is None:
         return over_rows(_partitioned(on_device, whole_head))
     return over_rows(functools.partial(on_device, how.shards))
-
-
-def at_lowering[Variant, Out](variants: Sequence[Variant], operation: Callable[..., Out], *arrays: Any) -> Out:
-    """`operation(variant, *arrays)`: the first of `variants` in a program lowered for CUDA, the second in any other.
-
-    Both are traced and must return the same types; only one is lowered. A single variant is for every platform.
-    """
-    cuda, *others = (functools.partial(operation, variant) for variant in variants)
-    if not others:
-        return cuda(*arrays)
-    (default,) = others
-    return lax.platform_dependent(*arrays, cuda=cuda, default=default)
 
 
 def _made_manual(
@@ -169,12 +154,6 @@ def _made_manual(
         )(rows, head, sums, *shared)
 
     return entered
-
-
-def automatic_axes() -> dict[str, int]:
-    """The axes of several devices that the surrounding `shard_map`, if there is one, leaves automatic."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.manual_axes and mesh.shape[axis] > 1}
 
 
 def over_rows(operation: Operation) -> Operation:
@@ -227,7 +206,8 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
             whole, results = trace(rows, head, sums, *shared)
         out_structure, count = jax.tree.structure(results), len(leaves)
         # Printing, say, custom_partitioning cannot lower, nor anything for a mesh without devices, which none will run.
-        if whole.effects or _without_devices(leaves):
+        meshes = (jax.typeof(x).sharding.mesh for x in leaves)
+        if whole.effects or any(mesh.size > 1 and mesh.abstract_mesh.abstract_device is None for mesh in meshes):
             return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
         # Arrays from a closure are operands too. The partitioner keeps what it is given, so it gets shapes, no tracers.
         jaxpr, consts = whole.jaxpr, whole.consts
@@ -285,18 +265,12 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
     return entered
 
 
-def _without_devices(arrays: Iterable[jax.Array]) -> bool:
-    """Whether the arrays lie on a mesh that the caller made without devices, to look at a program for it."""
-    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
-    return any(mesh.size > 1 and mesh.abstract_mesh.abstract_device is None for mesh in meshes)
-
-
 def _names(
     prefix: str, rows: RowArrays, head: Head | None, leaves: list[Any], by_row: Any, of_head: Any
 ) -> list[Names]:
-    """The dimensions of `leaves`: first those of `by_row` and of `of_head`, then whole arrays.
+    """The dimensions of `leaves`: the ones of `by_row`, of `of_head`, then of whole arrays.
 
-    What is left whole gets a name for each dimension, since equal names would mean equal sizes.
+    A dimension that stays whole gets a name of its own, since equal names would mean equal sizes.
     """
     known = [row_names(rows)] * len(jax.tree.leaves(by_row))
     known += [_names_of_head(path, head) for path, _ in jax.tree.leaves_with_path(of_head)]

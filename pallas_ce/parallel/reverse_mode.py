@@ -58,7 +58,7 @@ def _probe(arrays: Any) -> jax.Array:
 
 def _probe_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
     del primals
-    varied = [x for x in jax.tree.leaves(tangents, is_leaf=_is_zero) if not _is_zero(x)]
+    varied = [x for x in jax.tree.leaves(tangents) if not isinstance(x, SymbolicZero)]
     zero = jnp.zeros((), jnp.float32)
     return zero, _tangent_p.bind(*varied) if varied else zero
 
@@ -77,10 +77,6 @@ def _tied_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         return x if x.dtype == jax.dtypes.float0 else x + jnp.broadcast_to(of_probe.astype(x.dtype), x.shape)
 
     return primals[0], jax.tree.map(both, of_found)
-
-
-def _is_zero(x: Any) -> bool:
-    return isinstance(x, SymbolicZero)
 
 
 _probe.defjvp(_probe_jvp, symbolic_zeros=True)
