@@ -201,7 +201,7 @@ def read(
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
-    how = student.how(teacher, task="pair")
+    how = student.decided(teacher, task="pair").how
     return two_heads.Pair(_divergence(divergence, beta), streams, how), student, teacher
 
 

@@ -195,7 +195,7 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, backward=backward))
     hidden, weight, labels = arrays
     part = share(hidden, weight, labels, problem.spec)
-    how = problem.how(arrays=(hidden, weight), padded_share=part.spec if part.padded else None)
+    how = problem.decided(arrays=(hidden, weight), padded_share=part.spec if part.padded else None).how
     spec, tokens, wide = part.spec, part.tokens, part.spec.accumulator.itemsize
     differentiated, needed = any(needs_grad), needed_products(needs_grad, spec.rank)
     mode = how.mode if differentiated else None

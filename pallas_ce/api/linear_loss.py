@@ -16,7 +16,6 @@ from pallas_ce.api.problem import Problem
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
@@ -101,7 +100,7 @@ def linear_loss(
         **options,
     )
     inputs = _read_inputs(row_inputs, problem.leading)
-    return _linear_loss(problem.how(inputs), row_loss, problem, inputs)
+    return _linear_loss(row_loss, problem.decided(inputs), inputs)
 
 
 # Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
@@ -157,8 +156,8 @@ class _RowTotal:
         return values * inverse_normalizer
 
 
-@program(static=2, by_row=lambda settings, row_loss, problem, inputs: problem.options.by_row)
-def _linear_loss(settings: How, row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
+@program(static=1, by_row=lambda row_loss, problem, inputs: problem.options.by_row)
+def _linear_loss(row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
     wide, (by_row, shared) = problem.spec.accumulator, inputs
     batch, head, mask = problem.rows_that_count()
     options = problem.options.of_rows(problem.shifted)
@@ -166,16 +165,15 @@ def _linear_loss(settings: How, row_loss: RowLoss, problem: Problem, inputs: _In
     inverse = jnp.ones((), wide)
     if options.reduction == "mean":
         each = jnp.ones(problem.leading, wide) if weights is None else weights
-        default = settings.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
+        default = problem.how.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
     examples = _in_order((flat_rows(problem.leading, by_row), shared))
     read = _statistics_read(row_loss, wide, batch, examples, problem.tokens)
     unread = tuple(name for name in _available(batch) if name not in read)
     row_total = _RowTotal(row_loss, read, unread, wide, problem.tokens, batch.targets)
-    static = Call(settings, row_total.names, row_total)
     operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
-    return evaluate.loss(static, operands, options.by_row)[0]
+    return evaluate.loss(Call(problem.how, row_total.names, row_total), operands, options.by_row)[0]
 
 
 def _available(batch: Batch) -> list[str]:

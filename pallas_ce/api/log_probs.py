@@ -143,7 +143,7 @@ def linear_log_probs(
 
 
 # What `compute` and `keep` take.
-Checked = tuple[How, tuple[str, ...], Problem, jax.Array | None]
+Checked = tuple[tuple[str, ...], Problem, jax.Array | None]
 
 
 def read(
@@ -157,14 +157,15 @@ def read(
     return_hit: bool,
     **options: Any,
 ) -> Checked:
-    """Checks the arguments of `linear_log_probs`. With a support the settings are for K targets a row."""
+    """Checks the arguments of `linear_log_probs`. With a support the problem is decided for K targets a row."""
     problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
     names = tuple(name for name, wanted in asked.items() if wanted)
     if support is None:
-        return problem.how(), names, problem, None
+        return names, problem.decided(), None
     support = _read_support(support, problem)
-    return dataclasses.replace(problem, labels=support).how((problem.labels,)), names, problem, support
+    how = dataclasses.replace(problem, labels=support).decided((problem.labels,)).how
+    return names, dataclasses.replace(problem, how=how), support
 
 
 def _read_support(support: Any, problem: Problem) -> jax.Array:
@@ -180,28 +181,24 @@ def _read_support(support: Any, problem: Problem) -> jax.Array:
     return as_array(kept)
 
 
-@program(static=2)
+@program(static=1)
 def compute(
-    settings: How,
-    names: tuple[str, ...],
-    problem: Problem,
-    support: jax.Array | None = None,
-    known: Known | None = None,
+    names: tuple[str, ...], problem: Problem, support: jax.Array | None = None, known: Known | None = None
 ) -> LogProbs:
     """Everything asked for. `known`: what `keep` has found for the same call."""
     operands, targets = _operands(problem, support)
     operands = operands._replace(known=known)
     if support is not None:
-        return _over_support(settings, names, operands, targets)
-    found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
+        return _over_support(problem.how, names, operands, targets)
+    found = from_primitives(evaluate.statistics(Call(problem.how, primitive_names(names)), operands), names)
     counts = targets != NO_TARGET
     hit = None if found.argmax is None else counts & (spread(found.argmax, targets) == targets)
     return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
 
 
-def _over_support(settings: How, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
+def _over_support(how: How, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
     mask = operands.mask
-    logits = evaluate.statistics(Call(settings, _OF_SUPPORT), operands)["target_logit"]
+    logits = evaluate.statistics(Call(how, _OF_SUPPORT), operands)["target_logit"]
     found = over_support(logits, present(operands.batch.labels), labels)
 
     def of_rows(x: jax.Array) -> jax.Array:
@@ -218,15 +215,11 @@ def _over_support(settings: How, names: tuple[str, ...], operands: Operands, lab
 
 
 def keep(
-    settings: How,
-    names: tuple[str, ...],
-    problem: Problem,
-    support: jax.Array | None,
-    needs_grad: PerInput[bool],
+    names: tuple[str, ...], problem: Problem, support: jax.Array | None, needs_grad: PerInput[bool]
 ) -> Known | None:
     """What `compute` takes as `known`."""
     primitives = primitive_names(names) if support is None else _OF_SUPPORT
-    return evaluate.keep(Call(settings, primitives), _operands(problem, support)[0], needs_grad)
+    return evaluate.keep(Call(problem.how, primitives), _operands(problem, support)[0], needs_grad)
 
 
 def _operands(problem: Problem, support: jax.Array | None) -> tuple[Operands, jax.Array]:

@@ -15,7 +15,6 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import NO_WEIGHT, HeadSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse
@@ -172,13 +171,13 @@ def mean_squared_lse(
         1.0
     """
     problem = _read(logits, labels, ignore_index=ignore_index, logit_softcap=logit_softcap, vocab_size=vocab_size)
-    return _mean_squared_lse(problem.how(task="logits"), problem)
+    return _mean_squared_lse(problem.decided(task="logits"))
 
 
-@program(static=1, by_row=lambda *_: False)
-def _mean_squared_lse(settings: How, problem: Problem) -> jax.Array:
+@program(by_row=lambda problem: False)
+def _mean_squared_lse(problem: Problem) -> jax.Array:
     operands = Operands(*problem.rows_that_count())
-    lse = evaluate.statistics(Call(settings, frozenset({"lse"})), operands)["lse"]
+    lse = evaluate.statistics(Call(problem.how, frozenset({"lse"})), operands)["lse"]
     return jnp.sum(lse * lse) * safe_inverse(jnp.sum(present(operands.mask), dtype=lse.dtype))
 
 
@@ -230,15 +229,15 @@ def selective_log_softmax(
             "entries"
         )
     problem = _problem(spec, logits, label_rule.as_array(index), None, implementation=implementation)
-    how = problem.how(task="logits")
+    problem = problem.decided(task="logits")
     if index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
-    return log_probs.compute(how, ("log_prob",), problem).log_probs
+    return log_probs.compute(("log_prob",), problem).log_probs
 
 
 def _checked(**given: Any) -> Any:
     problem = _read(**given)
-    loss, metrics = linear_cross_entropy.compute(problem.how(task="logits"), problem)
+    loss, metrics = linear_cross_entropy.compute(problem.decided(task="logits"))
     return (loss, metrics) if problem.options.return_metrics else loss
 
 

@@ -41,11 +41,6 @@ class Options:
         """Whether the loss is not reduced."""
         return self.reduction == "none"
 
-    @property
-    def extra_names(self) -> frozenset[str]:
-        """The statistics that metrics read beside the loss."""
-        return frozenset({"argmax", "lse"}) if self.return_metrics else frozenset()
-
     def logit_weights(self, vocab_size: int, wide: Any) -> jax.Array | None:
         """The u of `mean_logit` that smoothing reads, c/V; None where it is 1/V throughout or not read."""
         if self.class_weights is None or self.label_smoothing is None:

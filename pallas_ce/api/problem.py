@@ -27,7 +27,8 @@ class Problem:
 
     Arrays are as the caller gave them, None where absent; `up`, `down` and `term_scale` are a low-rank term's.
     `logit_scale` is None where it is the number 1. `temperature` is `[]` or `[...]`; None where it is the number 1 or
-    another number that the head has been divided by. `options` say how losses by row become what a call returns.
+    another number that the head has been divided by. `options` say how losses by row become what a call returns, and
+    `how`, once it is `decided`, how the call is carried out.
     """
 
     hidden: jax.Array
@@ -48,6 +49,7 @@ class Problem:
     mesh_axes: MeshAxes | None = dataclasses.field(default=None, metadata={"static": True})
     shift: int = dataclasses.field(default=0, metadata={"static": True})
     term_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    how: How = dataclasses.field(default=How("xla", None, None), metadata={"static": True})
 
     @classmethod
     def read(
@@ -143,15 +145,15 @@ class Problem:
         """N."""
         return math.prod(self.leading)
 
-    def how(
+    def decided(
         self,
         others: Any = (),
         *,
         task: Task = "head",
         arrays: Any | None = None,
         padded_share: HeadSpec | None = None,
-    ) -> How:
-        """How the call is carried out.
+    ) -> Self:
+        """Decides how the call is carried out.
 
         Args:
             others: its further arrays.
@@ -164,7 +166,7 @@ class Problem:
             warn_once(doubt)
         if task in ("head", "pair"):
             shards = shards_of(MeshAxes() if task == "pair" else self.mesh_axes, self, others)
-        return decide(
+        how = decide(
             self.spec,
             self.tokens,
             (self.hidden, self.weight) if arrays is None else arrays,
@@ -178,6 +180,7 @@ class Problem:
             checked=bool(varying(self)),
             padded_share=padded_share,
         )
+        return dataclasses.replace(self, how=how)
 
     def _check_split(self) -> str | None:
         return check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask))

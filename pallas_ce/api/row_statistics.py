@@ -10,7 +10,6 @@ from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names
 from pallas_ce.streaming.gradient_products import PerInput
@@ -70,7 +69,7 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    given = read(
+    checked = read(
         hidden,
         weight,
         labels,
@@ -80,28 +79,28 @@ def linear_row_statistics(
         temperature=temperature,
         **options,
     )
-    return compute(*given)
+    return compute(*checked)
 
 
 # What `compute` and `keep` take.
-Checked = tuple[How, tuple[str, ...], Problem]
+Checked = tuple[tuple[str, ...], Problem]
 
 
 def read(hidden: Any, weight: Any, labels: Any | None = None, *, statistics: Sequence[str], **options: Any) -> Checked:
     """Checks the arguments of `linear_row_statistics`."""
     # No label is special, and each row has cotangents of its own.
     problem = Problem.read(hidden, weight, labels, ignore_index=None, reduction="none", several=True, **options)
-    return problem.how(), check_statistics(statistics, problem.labels), problem
+    return check_statistics(statistics, problem.labels), problem.decided()
 
 
-@program(static=2)
-def compute(settings: How, names: tuple[str, ...], problem: Problem, known: Known | None = None) -> RowStatistics:
+@program(static=1)
+def compute(names: tuple[str, ...], problem: Problem, known: Known | None = None) -> RowStatistics:
     """The statistics. `known`: what `keep` has found for the same call."""
     operands = Operands(*problem.rows(), problem.row_mask, known=known)
-    return from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
+    return from_primitives(evaluate.statistics(Call(problem.how, primitive_names(names)), operands), names)
 
 
-def keep(settings: How, names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
+def keep(names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`."""
     operands = Operands(*problem.rows(), problem.row_mask)
-    return evaluate.keep(Call(settings, primitive_names(names)), operands, needs_grad)
+    return evaluate.keep(Call(problem.how, primitive_names(names)), operands, needs_grad)

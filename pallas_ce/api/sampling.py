@@ -228,8 +228,9 @@ def _linear_sample(streams: Streams, problem: Problem, key: Any, limits: _Limits
 
     with jax.named_scope("pallas_ce.sample"):
         rows = RowArrays(batch, mask, more=(noise.row_keys(key, problem.tokens), _by_row(problem, limits)))
-        how = How("xla", None, streams.scratch_bytes)
-        found = over_rows_that_count(how, _block, lambda _, tokens: streams.block_sizes(tokens), empty, rows, head)
+        found = over_rows_that_count(
+            problem.how, _block, lambda how, tokens: streams.block_sizes(tokens), empty, rows, head
+        )
     return jax.tree.map(lambda x: x.reshape(problem.leading), found)
 
 

@@ -92,14 +92,14 @@ def linear_top_k(
     problem = Problem.read(hidden, weight, row_mask=row_mask, implementation=implementation, **options)
     problem = problem.tempered(temperature)
     k = count("k", k, problem.spec.vocab_size, f"vocab_size={problem.spec.vocab_size}")
-    how = problem.how(task="top_k")
+    how = problem.decided(task="top_k").how
     try:
         _finder(how, problem.spec, k).block_sizes(max(problem.tokens, 1))
     except ValueError:  # the budget is too small
         if how.default is None:
             raise
         how = dataclasses.replace(how, implementation=how.default.instead, default=None)
-    return _linear_top_k(how, k, problem)
+    return _linear_top_k(k, dataclasses.replace(problem, how=how))
 
 
 def _finder(how: How, spec: HeadSpec, k: int) -> TopKFinder:
@@ -108,8 +108,8 @@ def _finder(how: How, spec: HeadSpec, k: int) -> TopKFinder:
     return _Tiled((spec,), how.scratch_bytes, 4, k) if own is None else own(spec, k, how.scratch_bytes)
 
 
-@program(static=2)
-def _linear_top_k(how: How, k: int, problem: Problem) -> TopK:
+@program(static=1)
+def _linear_top_k(k: int, problem: Problem) -> TopK:
     (batch, head, mask), spec = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec
 
     def empty(rows: int) -> TopK:
@@ -128,7 +128,7 @@ def _linear_top_k(how: How, k: int, problem: Problem) -> TopK:
         return _finder(how, spec, k).block_sizes(tokens)
 
     with jax.named_scope("pallas_ce.top_k"):
-        found = over_rows_that_count(how, visit, block_sizes, empty, RowArrays(batch, mask), head)
+        found = over_rows_that_count(problem.how, visit, block_sizes, empty, RowArrays(batch, mask), head)
     return jax.tree.map(lambda x: x.reshape(*problem.leading, k), found)
 
 

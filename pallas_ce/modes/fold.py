@@ -105,7 +105,7 @@ def over_rows_that_count[Out](
     Args:
         how: how it is carried out.
         visit: `(how, plan, rows, head, *shared) -> out`, trees of `[n, ...]`, of one block.
-        block_sizes: the block sizes of at least one row.
+        block_sizes: `(how, tokens) -> plan` of at least one row.
         empty: `N -> out` of rows that do not count.
         rows: `[N, ...]`.
         head: the head.

@@ -38,14 +38,14 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
 
 
 def forward_statistics(
-    settings: How, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
+    how: How, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
 ) -> Statistics:
     """Primitive statistics `[...]` of the rows that count, 0 in the others.
 
     Memory that hidden's gradient will take is free for a copy of hidden where this comes `before_gradient`.
     """
     with jax.named_scope("pallas_ce.forward"):
-        operation = streamed(settings, functools.partial(_local_statistics, names, before_gradient))
+        operation = streamed(how, functools.partial(_local_statistics, names, before_gradient))
         return operation(RowArrays(operands.batch, operands.mask), operands.head, NO_ARRAYS)[0]
 
 

@@ -82,40 +82,40 @@ def scaled_gradient(
     return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
 
 
-def row_statistics(settings: How, names: frozenset[str], operands: Operands) -> Statistics:
+def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
     """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
 
-    def operation(settings: How, rows: RowArrays, head: Head) -> Statistics:
+    def operation(how: How, rows: RowArrays, head: Head) -> Statistics:
         def body(block: RowBlock, found: Statistics) -> Statistics:
-            return put_all(block, found, _block_statistics(settings, names, head, jax.tree.map(block.take, rows)))
+            return put_all(block, found, _block_statistics(how, names, head, jax.tree.map(block.take, rows)))
 
-        return _blocks(settings, rows, head).for_each(body, empty_statistics(names, rows.batch, head))
+        return _blocks(how, rows, head).for_each(body, empty_statistics(names, rows.batch, head))
 
     with jax.named_scope("pallas_ce.materialized.forward"):
-        found: Statistics = _over_rows(settings, operation, operands)
+        found: Statistics = _over_rows(how, operation, operands)
     return found
 
 
-def row_gradient(settings: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
+def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
-    def operation(settings: How, rows: RowArrays, head: Head) -> jax.Array:
+    def operation(how: How, rows: RowArrays, head: Head) -> jax.Array:
         kept, cotangents = rows.more
         coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
             part = _block(block, rows._replace(more=(coefficients, kept)), buffer)
-            return block.put(buffer, _block_gradient(settings, head, part, *part.more))
+            return block.put(buffer, _block_gradient(how, head, part, *part.more))
 
-        return _blocks(settings, rows, head).for_each(body, rows.batch.hidden)
+        return _blocks(how, rows, head).for_each(body, rows.batch.hidden)
 
     with jax.named_scope("pallas_ce.materialized.backward"):
-        dlogits: jax.Array = _over_rows(settings, operation, operands, (kept, cotangents))
+        dlogits: jax.Array = _over_rows(how, operation, operands, (kept, cotangents))
     return dlogits
 
 
 def _statistics_and_gradient(
-    call: Call, settings: How, rows: RowArrays, head: Head, shared_inputs: Any
+    call: Call, how: How, rows: RowArrays, head: Head, shared_inputs: Any
 ) -> tuple[Statistics, jax.Array]:
     """Statistics and dlogits; where dlogits are divided by a power of two, that "factor" is among the statistics."""
     names = call.names | coef.saved_statistics(call.read)
@@ -124,19 +124,19 @@ def _statistics_and_gradient(
         found, buffer = carry
         part = _block(block, rows, buffer)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
-        statistics = lax.optimization_barrier(_block_statistics(settings, names, head, part))
+        statistics = lax.optimization_barrier(_block_statistics(how, names, head, part))
         cotangents = row_cotangents(call, statistics, block, (part.more, shared_inputs))
         coefficients = coef.select(coef.from_cotangents(cotangents, statistics), part.mask)
         if "factor" in found:
             coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
             statistics["factor"] = jnp.broadcast_to(factor, part.batch.leading)
-        dlogits = _block_gradient(settings, head, part, coefficients, statistics)
+        dlogits = _block_gradient(how, head, part, coefficients, statistics)
         return put_all(block, found, statistics), block.put(buffer, dlogits)
 
     found = empty_statistics(call.names, rows.batch, head)
     if _normalises(head.spec):
         found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
-    return _blocks(settings, rows, head).for_each(body, (found, rows.batch.hidden))
+    return _blocks(how, rows, head).for_each(body, (found, rows.batch.hidden))
 
 
 def _over_rows(how: How, operation: Callable[..., Any], operands: Operands, more: Any = (), *shared: Any) -> Any:
@@ -152,11 +152,11 @@ def _over_rows(how: How, operation: Callable[..., Any], operands: Operands, more
     return streamed(how, on_device, whole_head=True)(rows, operands.head, NO_ARRAYS, *shared)[0]
 
 
-def _blocks(settings: How, rows: RowArrays, head: Head) -> RowBlocks:
+def _blocks(how: How, rows: RowArrays, head: Head) -> RowBlocks:
     """All rows, at least one: those that do not count need their zeros written too."""
     size = tokens = rows.batch.hidden.shape[0]
-    if _kernels(settings.implementation) is None:
-        bound = min(_BLOCK_BYTES, settings.scratch_bytes or _BLOCK_BYTES)
+    if _kernels(how.implementation) is None:
+        bound = min(_BLOCK_BYTES, how.scratch_bytes or _BLOCK_BYTES)
         size = min(tokens, max(1, bound // (head.spec.weight_rows * head.spec.accumulator.itemsize)))
     return Rows.counted(None).blocks(tokens, size)
 
@@ -176,10 +176,10 @@ def _block(block: RowBlock, rows: RowArrays, logits: jax.Array) -> RowArrays:
     return jax.tree.map(block.take, rows._replace(batch=rows.batch._replace(hidden=logits)))
 
 
-def _block_statistics(settings: How, names: frozenset[str], head: Head, rows: RowArrays) -> Statistics:
+def _block_statistics(how: How, names: frozenset[str], head: Head, rows: RowArrays) -> Statistics:
     """Primitive statistics of a block of rows; 0 in rows that do not count."""
     logits, labels = rows.batch.hidden, rows.batch.labels
-    if (kernels := _kernels(settings.implementation)) is not None:
+    if (kernels := _kernels(how.implementation)) is not None:
         partial = kernels.statistics(head, logits, names)
     else:
         columns, valid, u = _columns(head)
@@ -193,13 +193,13 @@ def _block_statistics(settings: How, names: frozenset[str], head: Head, rows: Ro
 
 
 def _block_gradient(
-    settings: How, head: Head, rows: RowArrays, coefficients: coef.Coefficients, statistics: Statistics
+    how: How, head: Head, rows: RowArrays, coefficients: coef.Coefficients, statistics: Statistics
 ) -> jax.Array:
     """dlogits `[n, V']` of a block of rows, before or after rounding; exactly 0 in rows that do not count."""
     coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
     reference = statistics["max_logit"] if coefficients.need_probabilities else None
     gradient = Gradient(coefficients, reference, statistics.get("argmax"))
-    if (kernels := _kernels(settings.implementation)) is not None:
+    if (kernels := _kernels(how.implementation)) is not None:
         return kernels.dlogits(head, gradient, rows.batch, rows.mask)
     columns, valid, u = _columns(head)
     logits, labels, softcap = _capped(head, rows.batch.hidden), rows.batch.labels, head.spec.softcap
