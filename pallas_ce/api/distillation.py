@@ -9,7 +9,7 @@ from jax import lax
 from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
 from pallas_ce.api.checks import beta as check_beta
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import HeadOptions
+from pallas_ce.api.head_options import DistillationOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.problem import Problem
@@ -18,7 +18,6 @@ from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
-from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.divergences import Divergence, Name
 from pallas_ce.streaming.gradient_products import PerInput
 
@@ -33,12 +32,7 @@ def linear_distillation(
     *,
     divergence: Name = "forward_kl",
     beta: float = 0.5,
-    temperature: ArrayLike = 1.0,
-    row_mask: ArrayLike | None = None,
     ignore_index: int | None = -100,
-    token_weights: ArrayLike | None = None,
-    reduction: Reduction = "mean",
-    normalizer: ArrayLike | None = None,
     teacher_bias: ArrayLike | None = None,
     teacher_vocab_axis: int | None = None,
     teacher_logit_softcap: float | None = None,
@@ -46,7 +40,7 @@ def linear_distillation(
     teacher_dtype: DTypeLike | None = None,
     teacher_precision: PrecisionLike | None = None,
     implementation: Literal["xla", "reference"] | None = None,
-    **options: Unpack[HeadOptions],
+    **options: Unpack[DistillationOptions],
 ) -> jax.Array:
     r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
 
@@ -77,7 +71,6 @@ def linear_distillation(
             not depend on it.
         row_mask: `[...]` bool; rows where it is False do not count: no loss, gradients of exactly 0, no work.
         ignore_index: rows with this label do not count, nor do those with a label outside the vocabulary.
-        token_weights: w `[...]`, differentiable.
         reduction: "mean", "sum", or "none" for `w_i·divergence_i` `[...]`.
         normalizer: scalar for the mean; by default Σ w over the rows that count.
         bias: the student's `[V']`.
@@ -130,12 +123,7 @@ def linear_distillation(
             labels,
             divergence=divergence,
             beta=beta,
-            temperature=temperature,
-            row_mask=row_mask,
             ignore_index=ignore_index,
-            token_weights=token_weights,
-            reduction=reduction,
-            normalizer=normalizer,
             teacher_bias=teacher_bias,
             teacher_vocab_axis=teacher_vocab_axis,
             teacher_logit_softcap=teacher_logit_softcap,

@@ -10,7 +10,7 @@ from jax.extend import core as jex
 
 from pallas_ce.api.checks import ArrayLike, array
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import LossOptions
+from pallas_ce.api.head_options import RowLossOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.head import Batch
@@ -32,10 +32,7 @@ def linear_loss(
     labels: ArrayLike | None,
     *row_inputs: ArrayLike,
     shift: int = 0,
-    row_mask: ArrayLike | None = None,
-    logit_weights: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
-    **options: Unpack[LossOptions],
+    **options: Unpack[RowLossOptions],
 ) -> jax.Array:
     r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
 
@@ -59,10 +56,7 @@ def linear_loss(
         ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
             vocabulary never count. With K labels a row counts where one of them does, and those that do not have
             `target_logit` 0.
-        row_mask: `[...]` bool; rows where it is False do not count.
         normalizer: scalar for `reduction="mean"`; by default Σ w over the rows that count.
-        logit_weights: `[V]`, u of `mean_logit`.
-        temperature: what the capped logits are divided by: a number, `[]` or `[...]`.
 
     Returns:
         Array: `[]`, or `[...]` for "none"; float32 (float64 for float64). 0.0 when no row counts.
@@ -88,17 +82,7 @@ def linear_loss(
     """
     if not callable(row_loss) or not isinstance(row_loss, Hashable):
         raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
-    problem = Problem.read(
-        hidden,
-        weight,
-        labels,
-        shift=shift,
-        row_mask=row_mask,
-        logit_weights=logit_weights,
-        temperature=temperature,
-        several=True,
-        **options,
-    )
+    problem = Problem.read(hidden, weight, labels, shift=shift, several=True, **options)
     inputs = _read_inputs(row_inputs, problem.leading)
     return _linear_loss(row_loss, problem.decided(inputs), inputs)
 

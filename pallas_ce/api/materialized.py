@@ -1,7 +1,7 @@
 """Losses and log-probabilities of logits that the caller holds; `cross_entropy` is fused with its gradient."""
 
 import inspect
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import linear_cross_entropy, log_probs, specs
 from pallas_ce.api.checks import ArrayLike
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import StoredOptions
 from pallas_ce.api.options import read_options
 from pallas_ce.api.problem import Problem, read_labels
 from pallas_ce.backends.protocol import Implementation
@@ -17,26 +19,20 @@ from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
-from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse
+from pallas_ce.statistics.cross_entropy import safe_inverse
 from pallas_ce.statistics.logits import present
 
 
+@documented
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
     *,
-    label_smoothing: ArrayLike = 0.0,
-    z_loss: ArrayLike = 0.0,
     logit_softcap: float | None = None,
-    ignore_index: int | None = -100,
-    class_weights: ArrayLike | None = None,
-    token_weights: ArrayLike | None = None,
-    reduction: Reduction = "mean",
-    normalizer: ArrayLike | None = None,
     vocab_size: int | None = None,
     implementation: Implementation | None = None,
-    validate_labels: bool = False,
     return_metrics: bool = False,
+    **options: Unpack[StoredOptions],
 ) -> Any:
     r"""Cross entropy of given `logits` with `labels`, its gradient made in the same pass and in the logits' place.
 
@@ -57,13 +53,8 @@ def cross_entropy(
     Args:
         logits: `[..., V']` bfloat16, float16, float32 or float64; any leading shape, zero tokens and V' = 0 included.
         labels: `[...]`, any integer dtype, unsigned included. Labels outside `[0, vocab_size)` count as ignored.
-        label_smoothing: α in [0, 1]; may be traced or an array, whose range is not checked. The number 0 leaves the
-            term out.
-        z_loss: β; may be traced. The number 0 leaves the term out.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
         ignore_index: tokens with this label have loss 0 and gradient 0; it may lie inside the vocabulary.
-        class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
-        token_weights: w `[...]`, differentiable.
         reduction: "mean", "sum", or "none" for `[...]`, which keeps the logits for its backward.
         normalizer: scalar for the mean, may be traced; by default `Σ w·c_t`, and `Σ w` for the z part.
         vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
@@ -71,8 +62,6 @@ def cross_entropy(
             number of rows is a multiple of 8 and V' one of 16: a kernel takes all rows at once, so that a chunk size
             does not matter), or None: that one in programs for a Hopper GPU where it can, else "xla". Logits that are
             not donated are copied once, which takes about as long as the loss and its gradient.
-        validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
-            `ignore_index`. Reads the labels' values, so only outside jit.
         return_metrics: return `(loss, Metrics)`.
 
     Returns:
@@ -100,7 +89,15 @@ def cross_entropy(
         z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5. Smoothing: "Rethinking the Inception
         Architecture for Computer Vision", section 7.
     """
-    return _checked(**locals())
+    return _checked(
+        logits=logits,
+        labels=labels,
+        logit_softcap=logit_softcap,
+        vocab_size=vocab_size,
+        implementation=implementation,
+        return_metrics=return_metrics,
+        **options,
+    )
 
 
 def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:
@@ -245,7 +242,7 @@ def _read(
     logits: Any,
     labels: Any,
     *,
-    ignore_index: int | None,
+    ignore_index: int | None = -100,
     logit_softcap: float | None,
     vocab_size: int | None,
     validate_labels: bool = False,

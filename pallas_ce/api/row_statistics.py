@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 from pallas_ce.api.checks import ArrayLike, check_statistics
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import StreamedOptions
+from pallas_ce.api.head_options import StatisticsOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.modes import evaluate
@@ -22,10 +22,7 @@ def linear_row_statistics(
     labels: ArrayLike | None = None,
     *,
     statistics: Sequence[str] = ("lse", "target_logit"),
-    row_mask: ArrayLike | None = None,
-    logit_weights: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
-    **options: Unpack[StreamedOptions],
+    **options: Unpack[StatisticsOptions],
 ) -> RowStatistics:
     r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias)) / temperature`, not stored.
 
@@ -69,17 +66,7 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    checked = read(
-        hidden,
-        weight,
-        labels,
-        statistics=statistics,
-        row_mask=row_mask,
-        logit_weights=logit_weights,
-        temperature=temperature,
-        **options,
-    )
-    return compute(*checked)
+    return compute(*read(hidden, weight, labels, statistics=statistics, **options))
 
 
 # What `compute` and `keep` take.
