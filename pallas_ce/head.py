@@ -12,20 +12,10 @@ from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.tiles import Tile
 
 
-def accumulator_of(dtype: np.dtype) -> np.dtype:
-    """The dtype of sums, statistics and losses over operands of `dtype`: float32, or float64 for float64."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
 def common_dtype(a: Any, b: Any) -> np.dtype:
     """What two dtypes promote to by JAX's standard rule, whichever one is set for the program around."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.promote_types(a, b))
-
-
-def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
-    """`c·tanh(x/c)`, or the logits themselves where there is no cap."""
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def tempered(logits: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
@@ -91,7 +81,7 @@ class HeadSpec:
     @property
     def accumulator(self) -> np.dtype:
         """The dtype of products, statistics and losses: float32, or float64 for float64."""
-        return accumulator_of(self.dtype)
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
 
 class Batch(NamedTuple):
@@ -216,7 +206,9 @@ class Head:
             z = z + jnp.broadcast_to(bias.astype(z.dtype), z.shape)
         if self.logit_scale is not None:
             z = z * self.logit_scale
-        return tempered(soft_cap(z, self.spec.softcap), inverse_temperature)
+        if (cap := self.spec.softcap) is not None:
+            z = cap * jnp.tanh(z / cap)
+        return tempered(z, inverse_temperature)
 
     def bound(self, inverse_temperature: jax.Array | None) -> jax.Array | float | None:
         """What the soft cap keeps the logits' size below: `c`, `c/T [n, 1]` under row temperatures, or None."""

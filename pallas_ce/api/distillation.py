@@ -10,9 +10,8 @@ from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
 from pallas_ce.api.checks import beta as check_beta
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import DistillationOptions
-from pallas_ce.api.low_rank import WeightLike
-from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import PrecisionLike, WeightLike
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands

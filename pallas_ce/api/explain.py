@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import low_rank
+from pallas_ce.api import specs
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import WeightOptions
-from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.modes.how import WeightSum
 from pallas_ce.parallel.partitioning import known_device, share
@@ -172,7 +172,7 @@ def explain(
     problem: Problem = jax.eval_shape(
         read,
         _described("hidden", hidden),
-        low_rank.read(weight, _described) if isinstance(weight, LowRank) else _described("weight", weight),
+        specs.read_weight(weight, _described) if isinstance(weight, LowRank) else _described("weight", weight),
         None if labels is None else _described("labels", labels),
         **{name: _described(name, value) for name, value in given.items() if name not in known},
     )

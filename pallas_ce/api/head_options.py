@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.specs import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction

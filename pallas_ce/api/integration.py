@@ -30,11 +30,11 @@ from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
 from pallas_ce.api.documented import documented
-from pallas_ce.api.low_rank import read as read_low_rank
-from pallas_ce.api.precision import PrecisionLike
-from pallas_ce.api.precision import name as precision_name
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import PrecisionLike
 from pallas_ce.api.specs import logits_spec as read_logits_spec
+from pallas_ce.api.specs import precision_name as precision_name
+from pallas_ce.api.specs import read_weight as read_low_rank
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.packages import refuse_older
 from pallas_ce.backends.protocol import Backward, Implementation

@@ -8,10 +8,10 @@ import jax
 from pallas_ce.api.checks import ArrayLike, ids
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import CrossEntropyOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.options import call_metrics
 from pallas_ce.api.problem import Problem
-from pallas_ce.modes import evaluate, running
+from pallas_ce.api.specs import WeightLike
+from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics
@@ -116,7 +116,7 @@ def add_gradients(
     """
     call, operands = operands_of(problem)
     operands = operands._replace(known=known, cotangent=cotangent, weight_sum=weight_sum)
-    return running.loss_and_gradients(call, operands, needs_grad)[1]
+    return evaluate.loss_and_gradients(call, operands, needs_grad)[1]
 
 
 def operands_of(problem: Problem) -> tuple[Call, Operands]:

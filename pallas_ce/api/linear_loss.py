@@ -11,8 +11,8 @@ from jax.extend import core as jex
 from pallas_ce.api.checks import ArrayLike, array
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import RowLossOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands

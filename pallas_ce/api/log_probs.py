@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from pallas_ce.api.checks import ArrayLike, ids, integers
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import LabelledOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.modes.how import How

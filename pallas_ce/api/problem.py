@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import low_rank, specs
+from pallas_ce.api import specs
 from pallas_ce.api.options import Options, read_options
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.backends.select import warn_once
@@ -83,7 +83,7 @@ class Problem:
         labels. `of_loss` is for `read_options`.
         """
         ignore_index = arguments.ignored(ignore_index)
-        hidden, given = arguments.array("hidden", hidden), low_rank.read(weight)
+        hidden, given = arguments.array("hidden", hidden), specs.read_weight(weight)
         if implementation != "reference":
             for name, x in (("hidden", hidden), ("weight", given.weight)):
                 arguments.known_sizes(name, x, "implementation='reference' for symbolic rows; it stores the logits")

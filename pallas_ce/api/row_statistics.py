@@ -6,8 +6,8 @@ from typing import Any, Unpack
 from pallas_ce.api.checks import ArrayLike, check_statistics
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import StatisticsOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program

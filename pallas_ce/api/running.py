@@ -11,9 +11,9 @@ from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import CrossEntropyOptions
 from pallas_ce.api.linear_cross_entropy import operands_of
-from pallas_ce.api.low_rank import LowRank
 from pallas_ce.api.problem import Problem
-from pallas_ce.modes import evaluate, running
+from pallas_ce.api.specs import LowRank
+from pallas_ce.modes import evaluate
 from pallas_ce.modes.sums import added
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.logits import present
@@ -135,7 +135,7 @@ def _compute(
     static, operands = operands_of(problem)
     operands = operands._replace(cotangent=loss_scale, weight_sum=weight_sum)
     needs_grad = NO_GRADIENT._replace(hidden=True, weight=True, bias=bias_sum is not None)
-    loss, found = running.loss_and_gradients(static, operands, needs_grad)
+    loss, found = evaluate.loss_and_gradients(static, operands, needs_grad)
     with_bias = None if bias_sum is None else added(bias_sum, present(found.bias))
     return LossAndGradients(loss, present(found.hidden), present(found.weight), with_bias)
 

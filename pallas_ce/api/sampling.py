@@ -10,8 +10,8 @@ from pallas_ce.api.checks import ArrayLike, count, share
 from pallas_ce.api.checks import key as check_key
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import HeadOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, tempered

@@ -11,8 +11,8 @@ from jax import lax
 from pallas_ce.api.checks import ArrayLike, count
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import HeadOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count

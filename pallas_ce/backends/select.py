@@ -45,18 +45,8 @@ class Default(NamedTuple):
     certain: bool
 
 
-class Chosen(NamedTuple):
-    """An implementation and why it was chosen.
-
-    Attributes:
-        name: the implementation.
-        reason: why that one.
-        default: None where it was asked for by name, or serves everything.
-    """
-
-    name: str
-    reason: str
-    default: Default | None = None
+# An implementation, why it was chosen, and `Default`, None where it was asked for by name or serves everything.
+Chosen = tuple[str, str, Default | None]
 
 
 def select(
@@ -65,7 +55,7 @@ def select(
     arrays: Any,
     *,
     checked: bool,
-    slower: Callable[[str], str | None] = lambda name: None,
+    slower: Callable[[str], str | None],
 ) -> Chosen:
     """The implementation of a call; without a name the kernels for the GPU lowered for, where they serve the call.
 
@@ -94,7 +84,7 @@ def select(
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
     by_name = "asked for by name"
     if implementation == "reference":
-        return Chosen(implementation, by_name)
+        return implementation, by_name, None
     with known_device(arrays) as device:
         reason = refused(implementation)
         elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
@@ -103,14 +93,14 @@ def select(
         reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
     if reason:
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
-    return Chosen(implementation, "; ".join(filter(None, told)))
+    return implementation, "; ".join(filter(None, told)), None
 
 
 def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
     with known_device(arrays) as device:
         kind = _kind(device)
         if kind is None:
-            return Chosen(_EVERYWHERE, "it serves every platform, and this process has no CUDA device")
+            return _EVERYWHERE, "it serves every platform, and this process has no CUDA device", None
         passed_over: list[str] = []
         for name in _kernels(kind):
             if reason := refusal(name):
@@ -124,8 +114,8 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
             if device is None:
                 reason = f"this process has {kind}; programs for other platforms take {_EVERYWHERE}"
             told = "; ".join(filter(None, (reason, doubt, *passed_over)))
-            return Chosen(name, told, Default(_EVERYWHERE, certain=device is not None))
-    return Chosen(_EVERYWHERE, "; ".join(passed_over) or f"no kernels of this library are for {kind}")
+            return name, told, Default(_EVERYWHERE, certain=device is not None)
+    return _EVERYWHERE, "; ".join(passed_over) or f"no kernels of this library are for {kind}", None
 
 
 def _kernels(kind: str | None) -> dict[str, str | None]:

@@ -16,8 +16,10 @@ from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import in_forward, materialized, recompute
 from pallas_ce.modes.call import Call, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
+from pallas_ce.modes.sums import added
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
@@ -187,3 +189,44 @@ def row_values(
     read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
     values = row_total(read, (by_row, constant_unless_any(mask, shared)))
     return values if mask is None else jnp.where(mask, values, 0)
+
+
+def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
+    """`Σ row_total` over the rows that count, and its gradients in `needs_grad`, times `operands.cotangent`.
+
+    Among them are the hidden states and the weight: in place of the weight's gradient there is `weight_sum` with the
+    gradient added. The others are in the dtypes of what they are gradients of.
+
+    Differentiation would make an array of the weight's size for each micro-batch, to be added in another pass. Here
+    either mode adds to the sum itself, tile by tile. So the cotangent has to be given.
+    """
+    head, cotangent = operands.head, present(operands.cotangent)
+    if call.settings.mode is None or operands.batch.hidden.size == 0:
+        return _differentiated(call, operands, needs_grad)
+    if call.settings.mode == "in_forward":
+        # The scale of the logits is made part of the cotangent, so that the sums are gradients.
+        scaled = cotangent if head.logit_scale is None else cotangent * head.logit_scale
+        known = in_forward.keep(call, operands._replace(cotangent=scaled), needs_grad)
+        hidden, bias = present(known.sums.hidden).astype(operands.batch.hidden.dtype), known.sums.bias
+        if bias is not None and head.bias is not None:
+            bias = bias.astype(head.bias.dtype)
+        return total(call, operands, known.statistics), known.sums._replace(hidden=hidden, bias=bias)
+    found, kept = recompute.forward(call, operands, needs_grad)
+    value, back = jax.vjp(lambda found: total(call, operands, found), found)
+    assert kept is not None
+    return value, recompute.backward(call, operands, needs_grad, kept, given(*back(cotangent)))
+
+
+def _differentiated(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
+    """By the reference, and of no rows."""
+    constants = operands._replace(cotangent=None, weight_sum=None)
+    inputs = operands.differentiable
+
+    def loss_of(varied: Arrays) -> jax.Array:
+        all_inputs = PerInput(*(old if new is None else new for old, new in zip(inputs, varied, strict=True)))
+        return loss(call, constants.replaced(all_inputs), False)[0]
+
+    value, back = jax.vjp(loss_of, inputs.where(needs_grad))
+    (gradients,) = back(present(operands.cotangent))
+    weight = gradients.weight.astype(operands.head.spec.accumulator)
+    return value, gradients._replace(weight=added(present(operands.weight_sum), weight))

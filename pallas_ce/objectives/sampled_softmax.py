@@ -11,9 +11,9 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike, ids
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import SampledOptions
-from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.row_statistics import linear_row_statistics
+from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import Batch
 from pallas_ce.objectives import class_samplers
