@@ -188,14 +188,10 @@ def read(
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
-    how = student.decided(teacher, task="pair").how
-    return two_heads.Pair(_divergence(divergence, beta), streams, how), student, teacher
-
-
-def _divergence(name: Name, beta: float) -> Divergence:
-    choice("divergence", name, get_args(Name))
+    choice("divergence", divergence, get_args(Name))
     beta = check_beta(beta)
-    return Divergence(name, beta if name == "jsd" else 0.5)
+    between = Divergence(divergence, beta if divergence == "jsd" else 0.5)
+    return two_heads.Pair(between, streams, student.decided(teacher, task="pair").how), student, teacher
 
 
 @program(static=1, by_row=lambda pair, student, *_: student.options.by_row)

@@ -73,26 +73,23 @@ class Explanation:
 
     def __str__(self) -> str:
         tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
-        return "\n".join(
-            [
-                f"implementation  {self.implementation}: {self.implementation_reason}",
-                f"backward        {self.backward or 'none'}: {self.backward_reason}",
-                *([f"on each device  {self.parallelism}"] if self.parallelism else []),
-                f"products        {self.gemms} (2·N·H·V operations each)",
-                f"tiles           {tiles}",
-                *map(_launch, self.launches),
-                f"scratch         {_mib(self.scratch_bytes)}",
-                *([f"weight's copy   {_mib(self.weight_copy_bytes)}"] if self.weight_copy_bytes else []),
-                f"accumulators    {_mib(self.accumulator_bytes)}",
-                f"gradients       {_mib(self.gradient_bytes)}",
-                f"predicted peak  {_mib(self.peak_bytes)} (with stored float32 logits: {_mib(self.stored_bytes)})",
-                *([f"alternative     {self.alternative._in_short()}"] if self.alternative else []),
-            ]
-        )
-
-    def _in_short(self) -> str:
-        mode = f"{self.backward}, {self.implementation}: {self.gemms} products"
-        return f"{mode}, predicted peak {_mib(self.peak_bytes)}"
+        lines = [
+            f"implementation  {self.implementation}: {self.implementation_reason}",
+            f"backward        {self.backward or 'none'}: {self.backward_reason}",
+            *([f"on each device  {self.parallelism}"] if self.parallelism else []),
+            f"products        {self.gemms} (2·N·H·V operations each)",
+            f"tiles           {tiles}",
+            *(f"kernel          {x.kernel}: tiles of {x.tile_rows} x {x.tile_columns}" for x in self.launches),
+            f"scratch         {_mib(self.scratch_bytes)}",
+            *([f"weight's copy   {_mib(self.weight_copy_bytes)}"] if self.weight_copy_bytes else []),
+            f"accumulators    {_mib(self.accumulator_bytes)}",
+            f"gradients       {_mib(self.gradient_bytes)}",
+            f"predicted peak  {_mib(self.peak_bytes)} (with stored float32 logits: {_mib(self.stored_bytes)})",
+        ]
+        if other := self.alternative:
+            words = f"{other.backward}, {other.implementation}: {other.gemms} products"
+            lines.append(f"alternative     {words}, predicted peak {_mib(other.peak_bytes)}")
+        return "\n".join(lines)
 
 
 @documented
@@ -270,10 +267,6 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
     narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")
     return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
-
-
-def _launch(launch: Launch) -> str:
-    return f"kernel          {launch.kernel}: tiles of {launch.tile_rows} x {launch.tile_columns}"
 
 
 def _mib(count: int) -> str:

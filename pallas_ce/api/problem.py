@@ -97,8 +97,11 @@ class Problem:
         logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
         temperature = arguments.temperature(temperature, leading)
         if isinstance(temperature, float):
-            if temperature != 1.0:
-                spec, logit_scale = _folded(spec, logit_scale, temperature)
+            if temperature != 1.0:  # `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`
+                inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
+                logit_scale = inverse if logit_scale is None else logit_scale.astype(spec.accumulator) * inverse
+                softcap = None if spec.softcap is None else spec.softcap / temperature
+                spec = dataclasses.replace(spec, softcap=softcap)
             temperature = None
         if labels is not None:
             labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
@@ -226,14 +229,6 @@ class Problem:
         batch, head, mask = self.rows_that_count()
         batch, mask = flat_rows(self.leading, (batch, mask))
         return batch, head, mask
-
-
-def _folded(spec: HeadSpec, logit_scale: jax.Array | None, temperature: float) -> tuple[HeadSpec, jax.Array]:
-    """A number T costs nothing: `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`."""
-    inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
-    softcap = None if spec.softcap is None else spec.softcap / temperature
-    scale = inverse if logit_scale is None else logit_scale.astype(spec.accumulator) * inverse
-    return dataclasses.replace(spec, softcap=softcap), scale
 
 
 def read_labels(

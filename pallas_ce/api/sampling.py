@@ -167,12 +167,6 @@ def _draw(
     return _Drawn(chosen(scores), chosen(ids), chosen(logits))
 
 
-def _merge_drawn(a: _Drawn, b: _Drawn) -> _Drawn:
-    """The better of both, as `argmax` has it, where the columns of `a` precede `b`'s: NaN is the best."""
-    better = ~(b.score <= a.score) & ~jnp.isnan(a.score)
-    return jax.tree.map(lambda x, y: jnp.where(better, y, x), a, b)
-
-
 def _finite(inverse_temperature: jax.Array | None) -> jax.Array | None:
     """1 in place of 1/0, where the log-probability is known without a product."""
     return None if inverse_temperature is None else jnp.where(jnp.isinf(inverse_temperature), 1.0, inverse_temperature)
@@ -205,8 +199,13 @@ def _block(how: How, plan: Plan, rows: RowArrays, head: Head) -> Samples:
         def part(logits: jax.Array, tile: Tile) -> _Drawn:
             return _draw(keys, logits, tile.columns, tile.valid, inverse)
 
+        def better(a: _Drawn, b: _Drawn) -> _Drawn:
+            # As `argmax` has it, where the columns of `a` precede `b`'s: NaN is the best.
+            later = ~(b.score <= a.score) & ~jnp.isnan(a.score)
+            return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
+
         batch = batch._replace(inverse_temperature=_finite(inverse))
-        return _samples(*fold_with_lse(part, _merge_drawn, head, batch, plan.columns), inverse)
+        return _samples(*fold_with_lse(part, better, head, batch, plan.columns), inverse)
 
     batch, vocab_size = batch._replace(inverse_temperature=None), head.spec.vocab_size
     logits = Tiles(vocab_size, plan.columns).for_each(

@@ -1,7 +1,6 @@
 """`linear_top_k`: the largest logits of each row, without storing the others."""
 
 import dataclasses
-import functools
 from typing import NamedTuple, Unpack
 
 import jax
@@ -137,22 +136,16 @@ class _Tiled(Streams):
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `TopKFinder`."""
-        part = functools.partial(_best_of_tile, self.least_columns)
-        return fold_with_lse(part, _merge_best, head, batch, plan.columns)
 
+        def best_of_tile(logits: jax.Array, tile: Tile) -> Largest:
+            valid = logits if tile.valid is None else jnp.where(tile.valid[None, :], logits, -jnp.inf)
+            best = top_k(valid, self.least_columns)
+            return best._replace(places=tile.start + best.places)
 
-def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:
-    """The k largest of a tile `[n, c]` with `c >= k`; of equal ones, those with the lowest ids."""
-    valid = logits if tile.valid is None else jnp.where(tile.valid[None, :], logits, -jnp.inf)
-    best = top_k(valid, k)
-    return best._replace(places=tile.start + best.places)
+        def best_of_both(a: Largest, b: Largest) -> Largest:
+            # `top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of
+            # `b` that are not valid and stand there as -inf: `a` holds k entries, none below -inf.
+            values, places = top_k(jnp.concatenate([a.values, b.values], 1), a.values.shape[1])
+            return Largest(values, jnp.take_along_axis(jnp.concatenate([a.places, b.places], 1), places, axis=1))
 
-
-def _merge_best(a: Largest, b: Largest) -> Largest:
-    """The k largest of both, where the columns of `a` precede `b`'s.
-
-    `top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of `b` that
-    are not valid and stand there as -inf: `a` holds k entries, none below -inf, so none of these ever wins a tie.
-    """
-    values, places = top_k(jnp.concatenate([a.values, b.values], 1), a.values.shape[1])
-    return Largest(values, jnp.take_along_axis(jnp.concatenate([a.places, b.places], 1), places, axis=1))
+        return fold_with_lse(best_of_tile, best_of_both, head, batch, plan.columns)

@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_ce.backends import reference
 from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import in_forward, materialized, recompute
-from pallas_ce.modes.call import Call, Known, Operands, RowTotal
+from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.modes.sums import added
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
@@ -158,9 +158,13 @@ def total(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Ar
 
 
 def _values(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
-    assert call.row_total is not None
-    leading = operands.batch.leading
-    return row_values(call.row_total, found, leading, operands.mask, operands.inputs).reshape(leading)
+    """`row_total` of each row `[...]`, 0 in those that do not count, whose values never reach it."""
+    row_total, leading = present(call.row_total), operands.batch.leading
+    by_row, shared = operands.inputs
+    mask, read, by_row = flat_rows(leading, (operands.mask, only(found, row_total.names), by_row))
+    read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
+    values = row_total(read, (by_row, constant_unless_any(mask, shared)))
+    return (values if mask is None else jnp.where(mask, values, 0)).reshape(leading)
 
 
 def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | None:
@@ -173,22 +177,6 @@ def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | 
     if call.settings.mode == "in_forward":
         return in_forward.keep(call, operands, needs_grad)
     return Known(forward_statistics(call.settings, call.names | saved_statistics(call.names), operands))
-
-
-def row_values(
-    row_total: RowTotal,
-    found: dict[str, jax.Array],
-    leading: tuple[int, ...],
-    mask: jax.Array | None,
-    inputs: tuple[Any, Any],
-) -> jax.Array:
-    """`row_total` of each row `[N]`, 0 in those that do not count, whose values never reach it."""
-    by_row, shared = inputs
-    read = only(found, row_total.names)
-    mask, read, by_row = flat_rows(leading, (mask, read, by_row))
-    read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
-    values = row_total(read, (by_row, constant_unless_any(mask, shared)))
-    return values if mask is None else jnp.where(mask, values, 0)
 
 
 def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:

@@ -59,18 +59,17 @@ class Pair:
 
 def _forward(pair: Pair, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[jax.Array, PairStatistics]:
     del needs_grad
-    found = _statistics(pair, operands) if operands.known is None else _found(operands.known)
+    if operands.known is None:
+        found = _statistics(pair, operands)
+    else:
+        value, *sums, expected = operands.known.statistics.values()
+        found = PairStatistics(value, Normaliser(*sums[:2]), Normaliser(*sums[2:]), expected)
     return found.value, found
 
 
 def keep(pair: Pair, operands: Operands) -> Known:
     """What `Operands.known` may be, so that the forward is not made again."""
     return Known({str(place): x for place, x in enumerate(jax.tree.leaves(_statistics(pair, operands)))})
-
-
-def _found(known: Known) -> PairStatistics:
-    value, *sums, expected = known.statistics.values()
-    return PairStatistics(value, Normaliser(*sums[:2]), Normaliser(*sums[2:]), expected)
 
 
 def _backward(
@@ -128,8 +127,7 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
             return found
 
         def mixture_part(tile: Tile) -> tuple[jax.Array, jax.Array]:
-            logits = _tile_logits(both, tile)
-            return pairs.mixture_sums(divergence, *_log_probs(logits, inverse, found, tile.valid))
+            return pairs.mixture_sums(divergence, *_log_probs(_tile_logits(both, tile), inverse, found, tile.valid))
 
         value, expected = tiles.fold(mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         return found._replace(value=pairs.not_negative(value), expected=expected)
