@@ -59,12 +59,9 @@ def select(
 ) -> Chosen:
     """The implementation of a call; without a name the kernels for the GPU lowered for, where they serve the call.
 
-    Args:
-        implementation: its name, or None.
-        refusal: why the implementation of a name cannot serve the call, as the end of a sentence; None where it can.
-        arrays: the call's, which may know their device.
-        checked: whether they vary over the axes of a `shard_map` with `check_vma=True`.
-        slower: why the implementation of a name is not taken by default, though it could be; None where it is.
+    `refusal` and `slower` say of a name, as the end of a sentence, why that implementation cannot serve the call, and
+    why it is not taken by default though it could be. The `arrays` may know their device, and are `checked` if they
+    vary over the axes of a `shard_map` with `check_vma=True`.
 
     Raises:
         ValueError: the named implementation is unknown or cannot serve the call.

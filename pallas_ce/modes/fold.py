@@ -104,7 +104,7 @@ def over_rows_that_count[Out](
 
     Args:
         how: how it is carried out.
-        visit: `(how, plan, rows, head, *shared) -> out`, trees of `[n, ...]`, of one block.
+        visit: `(how, plan, rows, head, *shared) -> out` of one block, trees of `[n, ...]`.
         block_sizes: `(how, tokens) -> plan` of at least one row.
         empty: `N -> out` of rows that do not count.
         rows: `[N, ...]`.

@@ -232,19 +232,8 @@ def decide(
     may be needed cannot do it within `scratch_bytes`, that other one does everything. So None is never refused what
     its most general backend can do.
 
-    Args:
-        spec: the head.
-        tokens: the rows.
-        arrays: the call's arrays, or structs, which may know their device.
-        task: see `How`.
-        scalar_loss: whether a summed row-wise loss is differentiated.
-        rows: static facts of the rows.
-        backward: the mode asked for, or "auto".
-        implementation: the implementation asked for, or None.
-        scratch_bytes: the caller's bound.
-        shards: how the call is split inside a `shard_map`.
-        checked: whether arrays vary over the axes of a `shard_map` with `check_vma=True`.
-        padded_share: the head that a device works on, where a padded vocabulary is known to be split otherwise.
+    `arrays` may know their device, and are `checked` if they vary over axes of a `shard_map` with `check_vma=True`. The
+    `padded_share` is the head that a device works on, where a padded vocabulary is known to be split otherwise.
 
     Raises:
         ValueError: the named implementation, mode or budget cannot serve the call.
