@@ -45,10 +45,6 @@ class Default(NamedTuple):
     certain: bool
 
 
-# An implementation, why it was chosen, and `Default`, None where it was asked for by name or serves everything.
-Chosen = tuple[str, str, Default | None]
-
-
 def select(
     implementation: str | None,
     refusal: Callable[[str], str | None],
@@ -56,8 +52,10 @@ def select(
     *,
     checked: bool,
     slower: Callable[[str], str | None],
-) -> Chosen:
+) -> tuple[str, str, Default | None]:
     """The implementation of a call; without a name the kernels for the GPU lowered for, where they serve the call.
+
+    With it why that one was chosen, and how: None where it was asked for by name, or serves everything.
 
     `refusal` and `slower` say of a name, as the end of a sentence, why that implementation cannot serve the call, and
     why it is not taken by default though it could be. The `arrays` may know their device, and are `checked` if they
@@ -93,7 +91,7 @@ def select(
     return implementation, "; ".join(filter(None, told)), None
 
 
-def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
+def _default(refusal: Callable[[str], str | None], arrays: Any) -> tuple[str, str, Default | None]:
     with known_device(arrays) as device:
         kind = _kind(device)
         if kind is None:

@@ -58,11 +58,11 @@ class Known(NamedTuple):
     and the functions there that take it have the same values and gradients with it as without.
 
     Attributes:
-        statistics: `[N]` each, those that the loss reads and those that its derivatives do.
+        statistics: a tree of `[N]`, those that the loss reads and those that its derivatives do.
         sums: in_forward's, that the gradients come from, before upstream scalar and scale.
     """
 
-    statistics: dict[str, jax.Array]
+    statistics: Any
     sums: Arrays = NO_ARRAYS
 
 

@@ -65,10 +65,11 @@ def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
     return jax.tree.map(functools.partial(_barrier, instead), tree)
 
 
-def given(cotangents: Any) -> Any:
+def _given(cotangents: Any) -> Any:
     """`cotangents`, None for integers and where JAX says that nothing depends on the output."""
-    absent = jax.dtypes.float0
-    return jax.tree.map(lambda g: None if isinstance(g, SymbolicZero) or g.dtype == absent else g, cotangents)
+    return jax.tree.map(
+        lambda g: None if isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0 else g, cotangents
+    )
 
 
 def differentiable[Static, Out](
@@ -82,7 +83,8 @@ def differentiable[Static, Out](
 
     Args:
         forward: `(static, operands, needs_grad) -> (out, kept)`; `needs_grad` is None where nothing is differentiated.
-        backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, the cotangents as `given`.
+        backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, a cotangent is None
+            where nothing depends on the output.
         instead: what can be differentiated twice, for an error.
         reads_operands: whether `backward` reads arrays of the operands; else their memory is free before.
     """
@@ -99,7 +101,7 @@ def differentiable[Static, Out](
         return out, _Saved(read, kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
 
     def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
-        needs_grad, cotangents = PerInput(*(size > 1 for size in saved.flags.shape)), given(cotangents)
+        needs_grad, cotangents = PerInput(*(size > 1 for size in saved.flags.shape)), _given(cotangents)
         gradients = NO_ARRAYS
         if any(needs_grad) and jax.tree.leaves(cotangents):
             used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents), instead)
@@ -159,8 +161,8 @@ def total(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Ar
 
 def _values(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
     """`row_total` of each row `[...]`, 0 in those that do not count, whose values never reach it."""
-    row_total, leading = present(call.row_total), operands.batch.leading
-    by_row, shared = operands.inputs
+    row_total, leading, (by_row, shared) = call.row_total, operands.batch.leading, operands.inputs
+    assert row_total is not None
     mask, read, by_row = flat_rows(leading, (operands.mask, only(found, row_total.names), by_row))
     read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
     values = row_total(read, (by_row, constant_unless_any(mask, shared)))
@@ -182,15 +184,22 @@ def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | 
 def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
     """`Σ row_total` over the rows that count, and its gradients in `needs_grad`, times `operands.cotangent`.
 
-    Among them are the hidden states and the weight: in place of the weight's gradient there is `weight_sum` with the
-    gradient added. The others are in the dtypes of what they are gradients of.
-
-    Differentiation would make an array of the weight's size for each micro-batch, to be added in another pass. Here
-    either mode adds to the sum itself, tile by tile. So the cotangent has to be given.
+    Differentiation makes an array of the weight's size for each micro-batch, and another pass adds it to their sum.
+    Here `weight_sum` is what either mode adds to, tile by tile; it is returned in place of the weight's gradient. So
+    the total's cotangent has to be given. `needs_grad` has the hidden states and the weight.
     """
-    head, cotangent = operands.head, present(operands.cotangent)
+    head, cotangent, total_of = operands.head, present(operands.cotangent), functools.partial(total, call, operands)
     if call.settings.mode is None or operands.batch.hidden.size == 0:
-        return _differentiated(call, operands, needs_grad)
+        inputs, constants = operands.differentiable, operands._replace(cotangent=None, weight_sum=None)
+
+        def loss_of(varied: Arrays) -> jax.Array:
+            every = PerInput(*(old if new is None else new for old, new in zip(inputs, varied, strict=True)))
+            return loss(call, constants.replaced(every), False)[0]
+
+        value, back = jax.vjp(loss_of, inputs.where(needs_grad))
+        (gradients,) = back(cotangent)
+        weight = gradients.weight.astype(head.spec.accumulator)
+        return value, gradients._replace(weight=added(present(operands.weight_sum), weight))
     if call.settings.mode == "in_forward":
         # The scale of the logits is made part of the cotangent, so that the sums are gradients.
         scaled = cotangent if head.logit_scale is None else cotangent * head.logit_scale
@@ -198,23 +207,8 @@ def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool
         hidden, bias = present(known.sums.hidden).astype(operands.batch.hidden.dtype), known.sums.bias
         if bias is not None and head.bias is not None:
             bias = bias.astype(head.bias.dtype)
-        return total(call, operands, known.statistics), known.sums._replace(hidden=hidden, bias=bias)
+        return total_of(known.statistics), known.sums._replace(hidden=hidden, bias=bias)
     found, kept = recompute.forward(call, operands, needs_grad)
-    value, back = jax.vjp(lambda found: total(call, operands, found), found)
     assert kept is not None
-    return value, recompute.backward(call, operands, needs_grad, kept, given(*back(cotangent)))
-
-
-def _differentiated(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
-    """By the reference, and of no rows."""
-    constants = operands._replace(cotangent=None, weight_sum=None)
-    inputs = operands.differentiable
-
-    def loss_of(varied: Arrays) -> jax.Array:
-        all_inputs = PerInput(*(old if new is None else new for old, new in zip(inputs, varied, strict=True)))
-        return loss(call, constants.replaced(all_inputs), False)[0]
-
-    value, back = jax.vjp(loss_of, inputs.where(needs_grad))
-    (gradients,) = back(present(operands.cotangent))
-    weight = gradients.weight.astype(operands.head.spec.accumulator)
-    return value, gradients._replace(weight=added(present(operands.weight_sum), weight))
+    value, back = jax.vjp(total_of, found)
+    return value, recompute.backward(call, operands, needs_grad, kept, _given(*back(cotangent)))

@@ -59,17 +59,13 @@ class Pair:
 
 def _forward(pair: Pair, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[jax.Array, PairStatistics]:
     del needs_grad
-    if operands.known is None:
-        found = _statistics(pair, operands)
-    else:
-        value, *sums, expected = operands.known.statistics.values()
-        found = PairStatistics(value, Normaliser(*sums[:2]), Normaliser(*sums[2:]), expected)
+    found = _statistics(pair, operands) if operands.known is None else operands.known.statistics
     return found.value, found
 
 
 def keep(pair: Pair, operands: Operands) -> Known:
     """What `Operands.known` may be, so that the forward is not made again."""
-    return Known({str(place): x for place, x in enumerate(jax.tree.leaves(_statistics(pair, operands)))})
+    return Known(_statistics(pair, operands))
 
 
 def _backward(
