@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
+from pallas_ce.api.checks import ArrayLike, choice
 from pallas_ce.api.checks import beta as check_beta
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import DistillationOptions
+from pallas_ce.api.head_options import DistillationOptions, TeacherOptions
 from pallas_ce.api.problem import Problem
-from pallas_ce.api.specs import PrecisionLike, WeightLike
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
@@ -32,12 +32,7 @@ def linear_distillation(
     divergence: Name = "forward_kl",
     beta: float = 0.5,
     ignore_index: int | None = -100,
-    teacher_bias: ArrayLike | None = None,
     teacher_vocab_axis: int | None = None,
-    teacher_logit_softcap: float | None = None,
-    teacher_logit_scale: ArrayLike = 1.0,
-    teacher_dtype: DTypeLike | None = None,
-    teacher_precision: PrecisionLike | None = None,
     implementation: Literal["xla", "reference"] | None = None,
     **options: Unpack[DistillationOptions],
 ) -> jax.Array:
@@ -78,12 +73,7 @@ def linear_distillation(
         logit_scale: their scale, differentiable.
         dtype: compute dtype of the student's products.
         precision: how float32 operands of the student's products are multiplied; see `linear_cross_entropy`.
-        teacher_bias: the teacher's `[V'']`.
         teacher_vocab_axis: by default the student's.
-        teacher_logit_softcap: the cap of the teacher's logits.
-        teacher_logit_scale: their scale.
-        teacher_dtype: compute dtype of the teacher's products; by default its inputs' common one.
-        teacher_precision: how float32 operands of the teacher's products are multiplied.
         implementation: "xla" or None (any platform), or "reference" (materialised logits, any derivative).
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than both heads' logits would take (but
             at least 1 MiB).
@@ -123,12 +113,7 @@ def linear_distillation(
             divergence=divergence,
             beta=beta,
             ignore_index=ignore_index,
-            teacher_bias=teacher_bias,
             teacher_vocab_axis=teacher_vocab_axis,
-            teacher_logit_softcap=teacher_logit_softcap,
-            teacher_logit_scale=teacher_logit_scale,
-            teacher_dtype=teacher_dtype,
-            teacher_precision=teacher_precision,
             implementation=implementation,
             **options,
         )
@@ -149,27 +134,19 @@ def read(
     divergence: Name,
     beta: float,
     temperature: Any = 1.0,
-    teacher_bias: Any = None,
     teacher_vocab_axis: int | None = None,
-    teacher_logit_softcap: float | None = None,
-    teacher_logit_scale: Any = 1.0,
-    teacher_dtype: Any = None,
-    teacher_precision: Any = None,
     **options: Any,
 ) -> Checked:
     """Checks the arguments of `linear_distillation`."""
+    of_teacher = {name: options.pop(name) for name in TeacherOptions.__annotations__ if name in options}
     student = Problem.read(hidden, weight, labels, **options).tempered(temperature)
     try:
         teacher = Problem.read(
             teacher_hidden,
             teacher_weight,
-            bias=teacher_bias,
             vocab_axis=student.spec.vocab_axis if teacher_vocab_axis is None else teacher_vocab_axis,
             vocab_size=options.get("vocab_size"),
-            logit_softcap=teacher_logit_softcap,
-            logit_scale=teacher_logit_scale,
-            dtype=teacher_dtype,
-            precision=teacher_precision,
+            **{name.removeprefix("teacher_"): value for name, value in of_teacher.items()},
         )
     except (ValueError, TypeError) as error:
         error.add_note("This is about the teacher's head: teacher_hidden, teacher_weight and the others of that name.")

@@ -155,7 +155,25 @@ class CrossEntropyOptions(LossOptions, CrossEntropyTerms, total=False):
     """The cross entropy of a streamed head."""
 
 
-class DistillationOptions(HeadOptions, RowOptions, ReductionOptions, total=False):
+class TeacherOptions(TypedDict, total=False):
+    """The head that another one is held against.
+
+    Attributes:
+        teacher_bias: the teacher's `[V'']`.
+        teacher_logit_softcap: the cap of the teacher's logits.
+        teacher_logit_scale: their scale.
+        teacher_dtype: compute dtype of the teacher's products; by default its inputs' common one.
+        teacher_precision: how float32 operands of the teacher's products are multiplied.
+    """
+
+    teacher_bias: ArrayLike | None
+    teacher_logit_softcap: float | None
+    teacher_logit_scale: ArrayLike
+    teacher_dtype: DTypeLike | None
+    teacher_precision: PrecisionLike | None
+
+
+class DistillationOptions(TeacherOptions, HeadOptions, RowOptions, ReductionOptions, total=False):
     """A divergence of two heads, reduced."""
 
 
