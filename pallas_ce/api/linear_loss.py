@@ -83,28 +83,23 @@ def linear_loss(
     if not callable(row_loss) or not isinstance(row_loss, Hashable):
         raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
     problem = Problem.read(hidden, weight, labels, shift=shift, several=True, **options)
-    inputs = _read_inputs(row_inputs, problem.leading)
-    return _linear_loss(row_loss, problem.decided(inputs), inputs)
-
-
-# Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
-_Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
-
-
-def _read_inputs(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> _Inputs:
     by_row, shared = {}, {}
     for position, value in enumerate(row_inputs):
         value = array(f"row_inputs[{position}]", value)
-        if value.shape[: len(leading)] == leading:
+        if value.shape[: len(problem.leading)] == problem.leading:
             by_row[position] = value
         elif value.ndim == 0:
             shared[position] = value
         else:
             raise ValueError(
                 f"row_inputs[{position}] has shape {value.shape}; it must be a scalar or start with hidden's "
-                f"leading shape {leading}"
+                f"leading shape {problem.leading}"
             )
-    return by_row, shared
+    return _linear_loss(row_loss, problem.decided((by_row, shared)), (by_row, shared))
+
+
+# Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
+_Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
 
 
 def _in_order(inputs: _Inputs) -> list[jax.Array]:
@@ -153,33 +148,26 @@ def _linear_loss(row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Ar
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
     examples = _in_order((flat_rows(problem.leading, by_row), shared))
-    read = _statistics_read(row_loss, wide, batch, examples, problem.tokens)
-    unread = tuple(name for name in _available(batch) if name not in read)
+    names = [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
+    read = _statistics_read(row_loss, wide, batch, names, examples, problem.tokens)
+    unread = tuple(name for name in names if name not in read)
     row_total = _RowTotal(row_loss, read, unread, wide, problem.tokens, batch.targets)
     operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
     return evaluate.loss(Call(problem.how, row_total.names, row_total), operands, options.by_row)[0]
 
 
-def _available(batch: Batch) -> list[str]:
-    return [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
-
-
 def _statistics_read(
-    row_loss: RowLoss, wide: Any, batch: Batch, row_inputs: list[jax.Array], tokens: int
+    row_loss: RowLoss, wide: Any, batch: Batch, names: list[str], row_inputs: list[jax.Array], tokens: int
 ) -> tuple[str, ...]:
-    """Names of the statistics that `row_loss`'s result depends on, from its trace."""
-    names = _available(batch)
+    """The `names` of the statistics that `row_loss`'s result depends on, from its trace."""
 
     def trace(rows: int) -> tuple[Any, Any]:
         fields: dict[str, Any] = {name: struct(name, (rows,), batch.targets, wide) for name in names}
         given = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in row_inputs]
         return jax.make_jaxpr(row_loss, return_shape=True)(RowStatistics(**fields), *given)
 
-    without = (
-        ""
-        if batch.labels is not None
-        else "; labels is None, so statistics.target_logit and statistics.log_prob are None"
-    )
+    unlabelled = "; labels is None, so statistics.target_logit and statistics.log_prob are None"
+    without = unlabelled if batch.labels is None else ""
     try:
         traced, out = trace(tokens)
     except Exception as error:
