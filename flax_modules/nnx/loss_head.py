@@ -217,9 +217,9 @@ class LossHead(HeadCalls, nnx.Module):
         if found.of_qwix and not self._of_qwix:
             raise ValueError("qwix adapted the layer after the head: make it anew by LossHead.of, with a lora_scale")
         own = None if self.lora is None else (self.lora.lora_a, self.lora.lora_b)
-        weight: jax.Array | LowRank = shared.array(found.weight)
-        axis = 1 if self.embed is None else 0
+        matrix, axis = shared.array(found.weight), 1 if self.embed is None else 0
         bias = self.bias if found.bias is None else found.bias
+        weight: jax.Array | LowRank = matrix
         if (lora := found.lora or own) is not None:
-            weight = self._adapted(weight, axis, *map(shared.array, lora))
+            weight = self._adapted(matrix, axis, *map(shared.array, lora))
         return weight, axis, None if bias is None else shared.array(bias)
