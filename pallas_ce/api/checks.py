@@ -203,11 +203,11 @@ def share(name: str, value: Any | None, leading: tuple[int, ...], absent: float,
 def _scalar_or_by_row(
     name: str, value: Any, leading: tuple[int, ...], right: Callable[[Any], Any], words: str
 ) -> float | jax.Array:
-    number = is_plain(value) and not isinstance(value, bool)
-    if number or isinstance(value, np.ndarray):
-        fits = np.asarray(right(value))
-        if not fits.all():
-            first = value if number else np.asarray(value)[~fits].flat[0]
+    number, many = is_plain(value) and not isinstance(value, bool), isinstance(value, np.ndarray)
+    if number or many:
+        fits = right(value)
+        if not (fits.all() if many else fits):
+            first = np.asarray(value)[~np.asarray(fits)].flat[0] if many else value
             raise ValueError(f"{name}={shown(first) if isinstance(first, int) else f'{first:g}'} must be {words}")
         if number:
             return float(value)
