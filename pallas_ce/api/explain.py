@@ -22,7 +22,7 @@ from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.streaming.gradient_products import NO_GRADIENT, PerInput, needed_products
 
-_DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale", "up", "down")
+_DIFFERENTIABLE = PerInput._fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +198,8 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     mode = how.mode if differentiated else None
     logits = tokens * spec.vocab_size * wide
     parts = {"hidden": part.hidden, "weight": part.weight}
-    of_gradients = {name: x for name in _DIFFERENTIABLE if (x := getattr(problem, name)) is not None and x.ndim}
-    gradients = sum(
-        x.size * x.dtype.itemsize // parts.get(name, 1) for name, x in of_gradients.items() if getattr(needs_grad, name)
-    )
+    asked = {name: getattr(problem, name) for name, flag in needs_grad._asdict().items() if flag}
+    gradients = sum(x.size * x.dtype.itemsize // parts.get(name, 1) for name, x in asked.items() if x.ndim)
     told = Explanation(
         how.implementation,
         how.implementation_reason,
