@@ -7,7 +7,7 @@ them itself and so returns a float32 gradient for float32 parameters, where a ca
 import abc
 import dataclasses
 import inspect
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,6 @@ from pallas_ce.api.integration import Backward, Implementation, PrecisionLike, P
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
 default_lora_a_init = jax.nn.initializers.he_uniform()
-
-
-class Projection(NamedTuple):
-    """The parameters of a head: `weight` is `[V, H]` (`vocab_axis` 0) or `[H, V]` (1), `bias` `[V]` or None."""
-
-    weight: jax.Array | LowRank
-    vocab_axis: int
-    bias: jax.Array | None
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -133,8 +125,8 @@ class HeadCalls(LossHeadOptions):
         return cls(features, size, padded_vocab_size=columns, **{field: source}, **options)
 
     @abc.abstractmethod
-    def _projection(self) -> Projection:
-        """The parameters."""
+    def _projection(self) -> tuple[jax.Array | LowRank, int, jax.Array | None]:
+        """The parameters: the weight, `[V, H]` (`vocab_axis` 0) or `[H, V]` (1), that axis, and the bias `[V]`."""
 
     def _adapted(self, weight: jax.Array, vocab_axis: int, lora_a: jax.Array, lora_b: jax.Array) -> LowRank:
         """The weight with the adapter `lora_a [H, r]` and `lora_b [r, V]`, whichever way it lies itself."""
@@ -148,7 +140,11 @@ class HeadCalls(LossHeadOptions):
 
     def _options(self, logit_scale: ArrayLike | None) -> dict[str, Any]:
         """The arguments that every function of `pallas_ce` takes from a head; None means the head's own scale."""
-        return self._projection()._asdict() | {
+        weight, vocab_axis, bias = self._projection()
+        return {
+            "weight": weight,
+            "vocab_axis": vocab_axis,
+            "bias": bias,
             "vocab_size": self.vocab_size,
             "logit_softcap": self.logit_softcap,
             "logit_scale": self.logit_scale if logit_scale is None else logit_scale,

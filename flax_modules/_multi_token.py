@@ -115,7 +115,8 @@ class MultiTokenCalls:
         for i, (x, label) in enumerate(zip(inputs, head_labels, strict=True)):
             if i and token_weights is not None:
                 # A token weight belongs to the label it came with, so it moves with it.
-                token_weights = _later(jnp.asarray(token_weights), 0)
+                token_weights = jnp.asarray(token_weights)
+                token_weights = shifted_labels(token_weights, 1, token_weights.ndim - 1, 0)
             if total is not None:
                 # One head at a time: left alone, XLA may interleave the heads and hold the scratch of several.
                 x, total = jax.lax.optimization_barrier((x, total))
@@ -184,14 +185,9 @@ class MultiTokenCalls:
         shifted = jnp.where(counts, ids, ignored)
         for _ in range(1, heads.count):
             # One step at a time, so that each position's own label stops everything behind it.
-            shifted = jnp.where(counts, _later(shifted, ignored), ignored)
+            shifted = jnp.where(counts, shifted_labels(shifted, 1, shifted.ndim - 1, ignored), ignored)
             result.append(shifted)
         return tuple(result)
-
-
-def _later(values: jax.Array, fill: int) -> jax.Array:
-    """Of `values [..., T]` those one position later, `fill` at the end of every row."""
-    return shifted_labels(values, 1, values.ndim - 1, fill)
 
 
 def per_head(name: str, value: ArrayLike | Sequence[float], count: int) -> jax.Array:

@@ -89,7 +89,11 @@ def main(words: Sequence[str] | None = None) -> int:
         found["checks"].append(check)
         _save(path, found)
         if check["status"] != "not served":
-            print(_line(check), flush=True)
+            worst = max((x["error"] / x["bound"] for x in check.get("errors", {}).values()), default=None)
+            ratio = "-" if worst is None else f"{worst:.2f}"
+            told = "" if check["status"] == "pass" else f": FAILED {check.get('message', '').partition('\n')[0]}"
+            start = f"{check['implementation']:15} {check['dtype']:9} {check['backward']:11}"
+            print(f"{start} {ratio:12} {check['case']}{told}", flush=True)
     statuses = [check["status"] for check in found["checks"]]
     found["passed"] = "fail" not in statuses
     _save(path, found)
@@ -203,14 +207,6 @@ def _save(path: Path, found: dict[str, Any]) -> None:
     beside = path.with_name(f"{path.name}.part")
     beside.write_text(json.dumps(found, indent=1) + "\n")
     os.replace(beside, path)
-
-
-def _line(check: dict[str, Any]) -> str:
-    worst = max((x["error"] / x["bound"] for x in check.get("errors", {}).values()), default=None)
-    ratio = "-" if worst is None else f"{worst:.2f}"
-    told = "" if check["status"] == "pass" else f": FAILED {check.get('message', '').partition('\n')[0]}"
-    start = f"{check['implementation']:15} {check['dtype']:9} {check['backward']:11}"
-    return f"{start} {ratio:12} {check['case']}{told}"
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ import warnings
 from typing import Any, Self
 
 import flax.linen as nn
+import jax
 
-from flax_modules._head import HeadCalls, Projection, with_options_documented
+from flax_modules._head import HeadCalls, with_options_documented
+from pallas_ce import LowRank
 
 
 @with_options_documented
@@ -117,8 +119,8 @@ class LossHead(HeadCalls, nn.Module):
             self.lora_a = self.param("lora_a", self.lora_a_init, (self.features, rank), self.param_dtype)
             self.lora_b = self.param("lora_b", self.lora_b_init, (rank, columns), self.param_dtype)
 
-    def _projection(self) -> Projection:
+    def _projection(self) -> tuple[jax.Array | LowRank, int, jax.Array | None]:
         weight, vocab_axis = (self.kernel, 1) if self.embed is None else (self.embed.embedding, 0)
         if self.lora_rank is not None:
             weight = self._adapted(weight, vocab_axis, self.lora_a, self.lora_b)
-        return Projection(weight, vocab_axis, self.bias if self.use_bias else None)
+        return weight, vocab_axis, self.bias if self.use_bias else None

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
+import jax
 from flax import nnx
 
-from flax_modules._head import HeadCalls, Projection, with_options_documented
+from flax_modules._head import HeadCalls, with_options_documented
 from flax_modules.nnx import shared
-from flax_modules.nnx.signature import ConstructorSignature
+from pallas_ce import LowRank
 
 
 @with_options_documented
@@ -76,7 +77,7 @@ class LossHead(HeadCalls, nnx.Module):
     lora_b_metadata: dataclasses.InitVar[Mapping[str, Any]] = MappingProxyType({})
     rngs: dataclasses.InitVar[nnx.Rngs | None] = None
 
-    __signature__ = ConstructorSignature()
+    __signature__ = shared.ConstructorSignature()
 
     def __post_init__(
         self,
@@ -211,15 +212,14 @@ class LossHead(HeadCalls, nnx.Module):
         warnings.warn(cls._RENAMED.format("of_linear"), DeprecationWarning, stacklevel=2)
         return cls.of(linear, vocab_size=vocab_size, **options)
 
-    def _projection(self) -> Projection:
+    def _projection(self) -> tuple[jax.Array | LowRank, int, jax.Array | None]:
         found = self._shared() or shared.Parameters(self.kernel)
         if found.of_qwix and not self._of_qwix:
             raise ValueError("qwix adapted the layer after the head: make it anew by LossHead.of, with a lora_scale")
         own = None if self.lora is None else (self.lora.lora_a, self.lora.lora_b)
-        weight, axis = shared.array(found.weight), 1 if self.embed is None else 0
+        matrix, axis = shared.array(found.weight), 1 if self.embed is None else 0
         bias = self.bias if found.bias is None else found.bias
-        return Projection(
-            weight if (lora := found.lora or own) is None else self._adapted(weight, axis, *map(shared.array, lora)),
-            axis,
-            None if bias is None else shared.array(bias),
-        )
+        weight: jax.Array | LowRank = matrix
+        if (lora := found.lora or own) is not None:
+            weight = self._adapted(matrix, axis, *map(shared.array, lora))
+        return weight, axis, None if bias is None else shared.array(bias)

@@ -11,7 +11,7 @@ from flax.typing import Dtype, Initializer
 
 from flax_modules._multi_token import Heads, MultiTokenCalls, read_heads
 from flax_modules.nnx.loss_head import LossHead
-from flax_modules.nnx.signature import ConstructorSignature
+from flax_modules.nnx.shared import ConstructorSignature
 
 
 class MultiTokenLossHead(MultiTokenCalls, nnx.Module):

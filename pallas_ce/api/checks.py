@@ -1,7 +1,7 @@
 """Checks of the public functions' arguments. Each error names the argument, its value and what would work."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 import jax
@@ -77,18 +77,21 @@ def ids(name: str, value: Any) -> np.ndarray | jax.Array:
     return array(name, value) if values is None or not jnp.issubdtype(values.dtype, jnp.integer) else values
 
 
+def integer(name: str, value: Any, words: str, least: int, most: float = float("inf")) -> int:
+    """`value` as an int between `least` and `most`, which is what the `words` say."""
+    if not is_int(value) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} must be {words}")
+    return int(value)
+
+
 def count(name: str, value: Any, most: int, in_words: str) -> int:
     """`value` as an int between 1 and `most`, which is `in_words`."""
-    if not is_int(value) or not 1 <= value <= most:
-        raise ValueError(f"{name}={value!r} must be an int between 1 and {in_words}")
-    return int(value)
+    return integer(name, value, f"an int between 1 and {in_words}", 1, most)
 
 
 def chunk(name: str, value: Any) -> int:
     """A number of rows; 0 stands for the default."""
-    if not is_int(value) or value < 0:
-        raise ValueError(f"{name}={value!r} must be a positive int, or 0 for {DEFAULT_CHUNK}")
-    return int(value) or DEFAULT_CHUNK
+    return integer(name, value, f"a positive int, or 0 for {DEFAULT_CHUNK}", 0) or DEFAULT_CHUNK
 
 
 def choice(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -104,25 +107,28 @@ def is_int(value: Any) -> bool:
 
 def check_labels(labels: Any, leading: tuple[int, ...], of: str = "hidden's", several: bool = False) -> None:
     """Integers (not bool), one for each token; with `several`, or K of them."""
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels have dtype {labels.dtype}; they must be integers")
-    if several and labels.shape[:-1] == leading and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0:
-        return
-    if labels.shape != leading:
+    integers("labels have", labels, "they must be integers")
+    many = several and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0
+    if labels.shape[: -1 if many else None] != leading:
         either = ", or that with K >= 1 labels for each row behind it," if several else ""
         order = "; arguments come as hidden, weight, labels" if of == "hidden's" else ""
         raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed{order}")
 
 
+def integers(has: str, values: Any, needed: str = "it must be an integer one") -> None:
+    """Refuses another dtype than an integer one; `has` begins the sentence, as in "index has"."""
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{has} dtype {values.dtype}; {needed}")
+
+
 def shift(value: Any, labels: Any | None, leading: tuple[int, ...]) -> int:
     """By how many positions labels lie behind the rows that predict them."""
-    if not is_int(value) or value < 0:
-        raise ValueError(f"shift={value!r} must be an int, at least 0: 1 where the next token is the label")
+    value = integer("shift", value, "an int, at least 0: 1 where the next token is the label", 0)
     if value and labels is None:
         raise ValueError(f"shift={value} needs labels, which is None")
     if value and not leading:
         raise ValueError(f"shift={value} needs an axis of positions; hidden is a single row [H]")
-    return int(value)
+    return value
 
 
 def ignored(ignore_index: Any) -> int | None:
@@ -173,21 +179,13 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
 
     The range of an array is checked only where that costs no transfer.
     """
-    if isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool):
-        right: Any = (value >= _LEAST_TEMPERATURE) & (value <= _MOST_TEMPERATURE)
-        right = right | (value == 0) if zero else right
-        many = isinstance(value, np.ndarray)
-        if not (right.all() if many else right):
-            first = np.asarray(value)[~np.asarray(right)].flat[0] if many else value
-            wrong = shown(first) if isinstance(first, int) else f"{first:g}"
-            least = "at least 0 (if not 0," if zero else "above 0 (at least"
-            raise ValueError(
-                f"temperature={wrong} must be a finite number {least} {_LEAST_TEMPERATURE:g}, at most "
-                f"{_MOST_TEMPERATURE:g})"
-            )
-        if not many:
-            return float(value)
-    return _scalar_or_by_row("temperature", value, leading)
+    least = "at least 0 (if not 0," if zero else "above 0 (at least"
+    words = f"a finite number {least} {_LEAST_TEMPERATURE:g}, at most {_MOST_TEMPERATURE:g})"
+
+    def right(x: Any) -> Any:
+        return (x >= _LEAST_TEMPERATURE) & (x <= _MOST_TEMPERATURE) | (zero & (x == 0))
+
+    return _scalar_or_by_row("temperature", value, leading, right, words)
 
 
 def share(name: str, value: Any | None, leading: tuple[int, ...], absent: float, zero: bool) -> jax.Array | None:
@@ -197,16 +195,22 @@ def share(name: str, value: Any | None, leading: tuple[int, ...], absent: float,
     """
     if value is None or is_known(value, absent):
         return None
-    if is_plain(value) or isinstance(value, np.ndarray):
-        known = np.asarray(value, float)
-        right = (known <= 1) & ((known >= 0) if zero else (known > 0))
-        if not right.all():
-            wrong = shown(value) if is_plain(value) else f"{known[~right].flat[0]:g}"
-            raise ValueError(f"{name}={wrong} must be {'at least' if zero else 'above'} 0 and at most 1")
-    return _scalar_or_by_row(name, float(value) if is_plain(value) else value, leading)
+    words = f"{'at least' if zero else 'above'} 0 and at most 1"
+    found = _scalar_or_by_row(name, value, leading, lambda x: (x <= 1) & ((x >= 0) if zero else (x > 0)), words)
+    return jnp.asarray(found)
 
 
-def _scalar_or_by_row(name: str, value: Any, leading: tuple[int, ...]) -> jax.Array:
+def _scalar_or_by_row(
+    name: str, value: Any, leading: tuple[int, ...], right: Callable[[Any], Any], words: str
+) -> float | jax.Array:
+    number, many = is_plain(value) and not isinstance(value, bool), isinstance(value, np.ndarray)
+    if number or many:
+        fits = right(value)
+        if not (fits.all() if many else fits):
+            first = np.asarray(value)[~np.asarray(fits)].flat[0] if many else value
+            raise ValueError(f"{name}={shown(first) if isinstance(first, int) else f'{first:g}'} must be {words}")
+        if number:
+            return float(value)
     values: jax.Array = floating(name, array(name, value))
     if values.shape not in ((), leading):
         raise ValueError(
@@ -307,13 +311,9 @@ def is_known(value: Any, constant: float) -> bool:
     return is_plain(value) and float(value) == constant
 
 
-def check_scratch_bytes(scratch_bytes: Any | None) -> int | None:
+def check_scratch_bytes(value: Any | None) -> int | None:
     """`scratch_bytes` as a positive int or None."""
-    if scratch_bytes is None:
-        return None
-    if not is_int(scratch_bytes) or scratch_bytes < 1:
-        raise ValueError(f"scratch_bytes={scratch_bytes!r} must be a positive int, or None for the default")
-    return int(scratch_bytes)
+    return None if value is None else integer("scratch_bytes", value, "a positive int, or None for the default", 1)
 
 
 def sequence_of_names(argument: str, names: Any) -> tuple[str, ...]:

@@ -6,21 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
+from pallas_ce.api.checks import ArrayLike, choice
 from pallas_ce.api.checks import beta as check_beta
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import HeadOptions
-from pallas_ce.api.low_rank import WeightLike
-from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.head_options import DistillationOptions, TeacherOptions
 from pallas_ce.api.problem import Problem
-from pallas_ce.backends import protocol as backends
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
-from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
-from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.divergences import Divergence, Name
 from pallas_ce.streaming.gradient_products import PerInput
 
@@ -35,20 +31,10 @@ def linear_distillation(
     *,
     divergence: Name = "forward_kl",
     beta: float = 0.5,
-    temperature: ArrayLike = 1.0,
-    row_mask: ArrayLike | None = None,
     ignore_index: int | None = -100,
-    token_weights: ArrayLike | None = None,
-    reduction: Reduction = "mean",
-    normalizer: ArrayLike | None = None,
-    teacher_bias: ArrayLike | None = None,
     teacher_vocab_axis: int | None = None,
-    teacher_logit_softcap: float | None = None,
-    teacher_logit_scale: ArrayLike = 1.0,
-    teacher_dtype: DTypeLike | None = None,
-    teacher_precision: PrecisionLike | None = None,
     implementation: Literal["xla", "reference"] | None = None,
-    **options: Unpack[HeadOptions],
+    **options: Unpack[DistillationOptions],
 ) -> jax.Array:
     r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
 
@@ -79,7 +65,6 @@ def linear_distillation(
             not depend on it.
         row_mask: `[...]` bool; rows where it is False do not count: no loss, gradients of exactly 0, no work.
         ignore_index: rows with this label do not count, nor do those with a label outside the vocabulary.
-        token_weights: w `[...]`, differentiable.
         reduction: "mean", "sum", or "none" for `w_i·divergence_i` `[...]`.
         normalizer: scalar for the mean; by default Σ w over the rows that count.
         bias: the student's `[V']`.
@@ -88,12 +73,7 @@ def linear_distillation(
         logit_scale: their scale, differentiable.
         dtype: compute dtype of the student's products.
         precision: how float32 operands of the student's products are multiplied; see `linear_cross_entropy`.
-        teacher_bias: the teacher's `[V'']`.
         teacher_vocab_axis: by default the student's.
-        teacher_logit_softcap: the cap of the teacher's logits.
-        teacher_logit_scale: their scale.
-        teacher_dtype: compute dtype of the teacher's products; by default its inputs' common one.
-        teacher_precision: how float32 operands of the teacher's products are multiplied.
         implementation: "xla" or None (any platform), or "reference" (materialised logits, any derivative).
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than both heads' logits would take (but
             at least 1 MiB).
@@ -132,18 +112,8 @@ def linear_distillation(
             labels,
             divergence=divergence,
             beta=beta,
-            temperature=temperature,
-            row_mask=row_mask,
             ignore_index=ignore_index,
-            token_weights=token_weights,
-            reduction=reduction,
-            normalizer=normalizer,
-            teacher_bias=teacher_bias,
             teacher_vocab_axis=teacher_vocab_axis,
-            teacher_logit_softcap=teacher_logit_softcap,
-            teacher_logit_scale=teacher_logit_scale,
-            teacher_dtype=teacher_dtype,
-            teacher_precision=teacher_precision,
             implementation=implementation,
             **options,
         )
@@ -151,7 +121,7 @@ def linear_distillation(
 
 
 # What `compute` and `keep` take: the student and the teacher are the problems.
-Checked = tuple[two_heads.Pair, bool, Problem, Problem]
+Checked = tuple[two_heads.Pair, Problem, Problem]
 
 
 def read(
@@ -164,28 +134,19 @@ def read(
     divergence: Name,
     beta: float,
     temperature: Any = 1.0,
-    implementation: str | None,
-    teacher_bias: Any = None,
     teacher_vocab_axis: int | None = None,
-    teacher_logit_softcap: float | None = None,
-    teacher_logit_scale: Any = 1.0,
-    teacher_dtype: Any = None,
-    teacher_precision: Any = None,
     **options: Any,
 ) -> Checked:
     """Checks the arguments of `linear_distillation`."""
+    of_teacher = {name: options.pop(name) for name in TeacherOptions.__annotations__ if name in options}
     student = Problem.read(hidden, weight, labels, **options).tempered(temperature)
     try:
         teacher = Problem.read(
             teacher_hidden,
             teacher_weight,
-            bias=teacher_bias,
             vocab_axis=student.spec.vocab_axis if teacher_vocab_axis is None else teacher_vocab_axis,
             vocab_size=options.get("vocab_size"),
-            logit_softcap=teacher_logit_softcap,
-            logit_scale=teacher_logit_scale,
-            dtype=teacher_dtype,
-            precision=teacher_precision,
+            **{name.removeprefix("teacher_"): value for name, value in of_teacher.items()},
         )
     except (ValueError, TypeError) as error:
         error.add_note("This is about the teacher's head: teacher_hidden, teacher_weight and the others of that name.")
@@ -204,34 +165,20 @@ def read(
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
-    pair = two_heads.Pair(_divergence(divergence, beta), streams, shards_of(MeshAxes(), student, teacher))
-    return pair, _streamed(implementation), student, teacher
-
-
-def _divergence(name: Name, beta: float) -> Divergence:
-    choice("divergence", name, get_args(Name))
+    choice("divergence", divergence, get_args(Name))
     beta = check_beta(beta)
-    return Divergence(name, beta if name == "jsd" else 0.5)
+    between = Divergence(divergence, beta if divergence == "jsd" else 0.5)
+    return two_heads.Pair(between, streams, student.decided(teacher, task="pair").how), student, teacher
 
 
-def _streamed(implementation: str | None) -> bool:
-    if implementation not in (None, "xla", "reference"):
-        known = implementation in backends.IMPLEMENTATIONS
-        what = "does not serve distillation yet" if known else "is unknown"
-        raise ValueError(f"implementation={implementation!r} {what}; choose from 'xla', 'reference' or None")
-    return implementation != "reference"
-
-
-@program(static=2, by_row=lambda pair, streamed, student, *_: student.options.by_row)
-def compute(
-    pair: two_heads.Pair, streamed: bool, student: Problem, teacher: Problem, known: Known | None = None
-) -> jax.Array:
+@program(static=1, by_row=lambda pair, student, *_: student.options.by_row)
+def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Known | None = None) -> jax.Array:
     """The loss. `known`: what `keep` has found for the same call."""
     operands = _operands(student, teacher)
     batch, head, mask, constant = operands[:4]
     if not student.tokens:
         values = jnp.zeros(0, student.spec.accumulator)
-    elif streamed:
+    elif pair.how.mode is not None:
         values = two_heads.row_divergences(pair, operands._replace(known=known))
     else:
         values = reference.divergences(
@@ -240,12 +187,10 @@ def compute(
     return student.options.reduced(values, mask, student.leading)
 
 
-def keep(
-    pair: two_heads.Pair, streamed: bool, student: Problem, teacher: Problem, needs_grad: PerInput[bool]
-) -> Known | None:
+def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`; None for the reference, which differentiates its logits anew."""
     del needs_grad
-    return two_heads.keep(pair, _operands(student, teacher)) if streamed and student.tokens else None
+    return two_heads.keep(pair, _operands(student, teacher)) if pair.how.mode and student.tokens else None
 
 
 def _operands(student: Problem, teacher: Problem) -> Operands:

@@ -13,8 +13,8 @@ from pallas_ce.api.problem import Problem
 
 _DEFAULTS: dict[str, Any] = {**(Problem.read.__kwdefaults__ or {}), **(read_options.__kwdefaults__ or {})}
 
-# PyTorch's names of a head's arrays begin with it.
-_PREFIX = "linear_"
+# What may stand before the name of a head's option: PyTorch's names of its arrays begin so, and a teacher's options.
+_PREFIX = re.compile("linear_|teacher_")
 
 # One argument's names here, in the bridge, and in other libraries.
 _NAMES = (
@@ -40,7 +40,7 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     (options,) = typing.get_args(last.annotation)
     shared = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name.removeprefix(_PREFIX)], annotation=annotation
+            name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[_PREFIX.sub("", name)], annotation=annotation
         )
         for name, annotation in options.__annotations__.items()
     ]

@@ -9,21 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import low_rank
+from pallas_ce.api import specs
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import WeightOptions
-from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
-from pallas_ce.modes.settings import WeightSum
-from pallas_ce.parallel.partitioning import share
+from pallas_ce.modes.how import WeightSum
+from pallas_ce.parallel.partitioning import known_device, share
 from pallas_ce.parallel.shards import Shards
-from pallas_ce.parallel.target import known_device
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.streaming.gradient_products import NO_GRADIENT, PerInput, needed_products
 
-_DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale", "up", "down")
+_DIFFERENTIABLE = PerInput._fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,26 +73,23 @@ class Explanation:
 
     def __str__(self) -> str:
         tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
-        return "\n".join(
-            [
-                f"implementation  {self.implementation}: {self.implementation_reason}",
-                f"backward        {self.backward or 'none'}: {self.backward_reason}",
-                *([f"on each device  {self.parallelism}"] if self.parallelism else []),
-                f"products        {self.gemms} (2·N·H·V operations each)",
-                f"tiles           {tiles}",
-                *map(_launch, self.launches),
-                f"scratch         {_mib(self.scratch_bytes)}",
-                *([f"weight's copy   {_mib(self.weight_copy_bytes)}"] if self.weight_copy_bytes else []),
-                f"accumulators    {_mib(self.accumulator_bytes)}",
-                f"gradients       {_mib(self.gradient_bytes)}",
-                f"predicted peak  {_mib(self.peak_bytes)} (with stored float32 logits: {_mib(self.stored_bytes)})",
-                *([f"alternative     {self.alternative._in_short()}"] if self.alternative else []),
-            ]
-        )
-
-    def _in_short(self) -> str:
-        mode = f"{self.backward}, {self.implementation}: {self.gemms} products"
-        return f"{mode}, predicted peak {_mib(self.peak_bytes)}"
+        lines = [
+            f"implementation  {self.implementation}: {self.implementation_reason}",
+            f"backward        {self.backward or 'none'}: {self.backward_reason}",
+            *([f"on each device  {self.parallelism}"] if self.parallelism else []),
+            f"products        {self.gemms} (2·N·H·V operations each)",
+            f"tiles           {tiles}",
+            *(f"kernel          {x.kernel}: tiles of {x.tile_rows} x {x.tile_columns}" for x in self.launches),
+            f"scratch         {_mib(self.scratch_bytes)}",
+            *([f"weight's copy   {_mib(self.weight_copy_bytes)}"] if self.weight_copy_bytes else []),
+            f"accumulators    {_mib(self.accumulator_bytes)}",
+            f"gradients       {_mib(self.gradient_bytes)}",
+            f"predicted peak  {_mib(self.peak_bytes)} (with stored float32 logits: {_mib(self.stored_bytes)})",
+        ]
+        if other := self.alternative:
+            words = f"{other.backward}, {other.implementation}: {other.gemms} products"
+            lines.append(f"alternative     {words}, predicted peak {_mib(other.peak_bytes)}")
+        return "\n".join(lines)
 
 
 @documented
@@ -173,7 +169,7 @@ def explain(
     problem: Problem = jax.eval_shape(
         read,
         _described("hidden", hidden),
-        low_rank.read(weight, _described) if isinstance(weight, LowRank) else _described("weight", weight),
+        specs.read_weight(weight, _described) if isinstance(weight, LowRank) else _described("weight", weight),
         None if labels is None else _described("labels", labels),
         **{name: _described(name, value) for name, value in given.items() if name not in known},
     )
@@ -196,16 +192,14 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, backward=backward))
     hidden, weight, labels = arrays
     part = share(hidden, weight, labels, problem.spec)
-    how = problem.settings(arrays=(hidden, weight), padded_share=part.spec if part.padded else None)
+    how = problem.decided(arrays=(hidden, weight), padded_share=part.spec if part.padded else None).how
     spec, tokens, wide = part.spec, part.tokens, part.spec.accumulator.itemsize
     differentiated, needed = any(needs_grad), needed_products(needs_grad, spec.rank)
     mode = how.mode if differentiated else None
     logits = tokens * spec.vocab_size * wide
     parts = {"hidden": part.hidden, "weight": part.weight}
-    of_gradients = {name: x for name in _DIFFERENTIABLE if (x := getattr(problem, name)) is not None and x.ndim}
-    gradients = sum(
-        x.size * x.dtype.itemsize // parts.get(name, 1) for name, x in of_gradients.items() if getattr(needs_grad, name)
-    )
+    asked = {name: getattr(problem, name) for name, flag in needs_grad._asdict().items() if flag}
+    gradients = sum(x.size * x.dtype.itemsize // parts.get(name, 1) for name, x in asked.items() if x.ndim)
     told = Explanation(
         how.implementation,
         how.implementation_reason,
@@ -232,7 +226,11 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     describe = how.backend.describe
     with known_device((hidden, weight)):
         plans = [how.block_sizes(spec, max(tokens, 1), needed, weight_sum) for needed in passes]
-        launches = tuple(describe(spec, options, needed) for needed in passes) if describe else ()
+        launches = (
+            tuple(map(functools.partial(describe, spec, options), passes, (plan.rows for plan in plans)))
+            if describe
+            else ()
+        )
     plan = plans[-1]
     scratch = max(plan.scratch_bytes for plan in plans) + part.gathered_bytes
     of_hidden = spec.accumulator
@@ -271,10 +269,6 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
     narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")
     return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
-
-
-def _launch(launch: Launch) -> str:
-    return f"kernel          {launch.kernel}: tiles of {launch.tile_rows} x {launch.tile_columns}"
 
 
 def _mib(count: int) -> str:

@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.specs import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction
@@ -66,8 +66,21 @@ class StreamedOptions(HeadOptions, total=False):
     mesh_axes: MeshAxes | None
 
 
-class LabelledOptions(StreamedOptions, total=False):
-    """A streamed head with labels that may have to be ignored.
+class RowOptions(TypedDict, total=False):
+    """What differs from row to row.
+
+    Attributes:
+        row_mask: `[...]` bool; rows where it is False do not count.
+        temperature: T > 0, which the capped logits are divided by: a number, `[]` or `[...]`. A constant: it gets no
+            gradient.
+    """
+
+    row_mask: ArrayLike | None
+    temperature: ArrayLike
+
+
+class LabelOptions(TypedDict, total=False):
+    """Labels that may have to be ignored.
 
     Attributes:
         ignore_index: tokens with this label have loss 0 and gradient 0, and their work is skipped; it may lie inside
@@ -80,25 +93,22 @@ class LabelledOptions(StreamedOptions, total=False):
     validate_labels: bool
 
 
-class LossOptions(LabelledOptions, total=False):
-    """A loss by row of a streamed head, reduced.
+class ReductionOptions(TypedDict, total=False):
+    """How losses by row are reduced.
 
     Attributes:
         token_weights: w `[...]`, differentiable: under the mean, `(loss_i - loss)/Σ w`.
         reduction: "mean", "sum", or "none" for `[...]`.
         normalizer: scalar for the mean, may be traced: the token count of the global batch, say.
-        backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
-            "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
     """
 
     token_weights: ArrayLike | None
     reduction: Reduction
     normalizer: ArrayLike | None
-    backward: Backward
 
 
-class CrossEntropyOptions(LossOptions, total=False):
-    """The cross entropy of a streamed head.
+class CrossEntropyTerms(TypedDict, total=False):
+    """The terms of a cross entropy.
 
     Attributes:
         class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
@@ -110,3 +120,66 @@ class CrossEntropyOptions(LossOptions, total=False):
     class_weights: ArrayLike | None
     label_smoothing: ArrayLike
     z_loss: ArrayLike
+
+
+class LabelledOptions(StreamedOptions, LabelOptions, total=False):
+    """A streamed head with labels."""
+
+
+class StatisticsOptions(StreamedOptions, RowOptions, total=False):
+    """The statistics of a streamed head.
+
+    Attributes:
+        logit_weights: `[V]`, u of `mean_logit`.
+    """
+
+    logit_weights: ArrayLike | None
+
+
+class LossOptions(LabelledOptions, ReductionOptions, total=False):
+    """A loss by row of a streamed head, reduced.
+
+    Attributes:
+        backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
+            "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
+    """
+
+    backward: Backward
+
+
+class RowLossOptions(LossOptions, StatisticsOptions, total=False):
+    """A user's loss by row."""
+
+
+class CrossEntropyOptions(LossOptions, CrossEntropyTerms, total=False):
+    """The cross entropy of a streamed head."""
+
+
+class TeacherOptions(TypedDict, total=False):
+    """The head that another one is held against.
+
+    Attributes:
+        teacher_bias: the teacher's `[V'']`.
+        teacher_logit_softcap: the cap of the teacher's logits.
+        teacher_logit_scale: their scale.
+        teacher_dtype: compute dtype of the teacher's products; by default its inputs' common one.
+        teacher_precision: how float32 operands of the teacher's products are multiplied.
+    """
+
+    teacher_bias: ArrayLike | None
+    teacher_logit_softcap: float | None
+    teacher_logit_scale: ArrayLike
+    teacher_dtype: DTypeLike | None
+    teacher_precision: PrecisionLike | None
+
+
+class DistillationOptions(TeacherOptions, HeadOptions, RowOptions, ReductionOptions, total=False):
+    """A divergence of two heads, reduced."""
+
+
+class SampledOptions(WeightOptions, ReductionOptions, total=False):
+    """A loss over sampled columns of a head, reduced."""
+
+
+class StoredOptions(LabelOptions, ReductionOptions, CrossEntropyTerms, total=False):
+    """The cross entropy of logits that the caller holds."""

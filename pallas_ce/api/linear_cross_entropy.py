@@ -8,12 +8,11 @@ import jax
 from pallas_ce.api.checks import ArrayLike, ids
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import CrossEntropyOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.options import call_metrics
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics
 from pallas_ce.statistics.logits import present
@@ -83,54 +82,48 @@ def linear_cross_entropy(
 
 
 # What `compute` and `keep` take.
-Checked = tuple[Settings, Problem]
+Checked = tuple[Problem]
 
 
 def read(hidden: Any, weight: Any, labels: Any, **options: Any) -> Checked:
     """Checks the arguments of `linear_cross_entropy`."""
-    problem = Problem.read(hidden, weight, ids("labels", labels), **options)
-    return problem.settings(), problem
+    return (Problem.read(hidden, weight, ids("labels", labels), **options).decided(),)
 
 
-@program(static=1, by_row=lambda settings, problem, *_: (problem.options.by_row, False))
-def compute(settings: Settings, problem: Problem, known: Known | None = None) -> tuple[jax.Array, Metrics | None]:
+@program(by_row=lambda problem, *_: (problem.options.by_row, False))
+def compute(problem: Problem, known: Known | None = None) -> tuple[jax.Array, Metrics | None]:
     """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same call."""
-    static, operands = operands_of(settings, problem)
-    value, found = evaluate.loss(static, operands._replace(known=known), problem.options.by_row)
+    call, operands = operands_of(problem)
+    value, found = evaluate.loss(call, operands._replace(known=known), problem.options.by_row)
     if not problem.options.return_metrics:
         return value, None
-    assert isinstance(static.row_total, CrossEntropy)
+    assert isinstance(call.row_total, CrossEntropy)
     targets, mask = present(operands.batch.labels), present(operands.mask)
-    return value, call_metrics(static.row_total, found, targets, mask, operands.inputs, settings.total)
+    return value, call_metrics(call.row_total, found, targets, mask, operands.inputs, problem.how.total)
 
 
-def keep(settings: Settings, problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
+def keep(problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
-    return evaluate.keep(*operands_of(settings, problem), needs_grad)
+    return evaluate.keep(*operands_of(problem), needs_grad)
 
 
 def add_gradients(
-    settings: Settings,
-    problem: Problem,
-    known: Known,
-    needs_grad: PerInput[bool],
-    cotangent: jax.Array,
-    weight_sum: jax.Array,
+    problem: Problem, known: Known, needs_grad: PerInput[bool], cotangent: jax.Array, weight_sum: jax.Array
 ) -> Arrays:
     """The gradients of `compute`'s loss, a scalar; in place of the weight's there is `weight_sum` with it added.
 
     For mode recompute, from what `keep` has found. `cotangent []` and `weight_sum` are in the accumulator dtype.
     """
-    static, operands = operands_of(settings, problem)
+    call, operands = operands_of(problem)
     operands = operands._replace(known=known, cotangent=cotangent, weight_sum=weight_sum)
-    return evaluate.loss_and_gradients(static, operands, needs_grad)[1]
+    return evaluate.loss_and_gradients(call, operands, needs_grad)[1]
 
 
-def operands_of(settings: Settings, problem: Problem) -> tuple[Call[Settings], Operands]:
+def operands_of(problem: Problem) -> tuple[Call, Operands]:
     """The problem as rows, a head, and a row loss with its inputs."""
     batch, head, mask = problem.rows_that_count()
-    options = problem.options.of_rows(problem.shifted)
-    wide = problem.spec.accumulator
+    options, wide = problem.options.of_rows(problem.shifted), problem.spec.accumulator
     head = dataclasses.replace(head, logit_weights=options.logit_weights(problem.spec.vocab_size, wide))
-    loss, inputs = options.row_loss(wide, present(batch.labels), present(mask), settings.total)
-    return Call(settings, loss.names | options.extra_names, loss), Operands(batch, head, mask, inputs)
+    loss, inputs = options.row_loss(wide, present(batch.labels), present(mask), problem.how.total)
+    names = loss.names | (frozenset({"argmax", "lse"}) if options.return_metrics else frozenset())
+    return Call(problem.how, names, loss), Operands(batch, head, mask, inputs)

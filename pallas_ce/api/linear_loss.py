@@ -10,13 +10,12 @@ from jax.extend import core as jex
 
 from pallas_ce.api.checks import ArrayLike, array
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import LossOptions
-from pallas_ce.api.low_rank import WeightLike
+from pallas_ce.api.head_options import RowLossOptions
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
@@ -33,10 +32,7 @@ def linear_loss(
     labels: ArrayLike | None,
     *row_inputs: ArrayLike,
     shift: int = 0,
-    row_mask: ArrayLike | None = None,
-    logit_weights: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
-    **options: Unpack[LossOptions],
+    **options: Unpack[RowLossOptions],
 ) -> jax.Array:
     r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
 
@@ -60,10 +56,7 @@ def linear_loss(
         ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
             vocabulary never count. With K labels a row counts where one of them does, and those that do not have
             `target_logit` 0.
-        row_mask: `[...]` bool; rows where it is False do not count.
         normalizer: scalar for `reduction="mean"`; by default Σ w over the rows that count.
-        logit_weights: `[V]`, u of `mean_logit`.
-        temperature: what the capped logits are divided by: a number, `[]` or `[...]`.
 
     Returns:
         Array: `[]`, or `[...]` for "none"; float32 (float64 for float64). 0.0 when no row counts.
@@ -89,39 +82,24 @@ def linear_loss(
     """
     if not callable(row_loss) or not isinstance(row_loss, Hashable):
         raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
-    problem = Problem.read(
-        hidden,
-        weight,
-        labels,
-        shift=shift,
-        row_mask=row_mask,
-        logit_weights=logit_weights,
-        temperature=temperature,
-        several=True,
-        **options,
-    )
-    inputs = _read_inputs(row_inputs, problem.leading)
-    return _linear_loss(problem.settings(inputs), row_loss, problem, inputs)
-
-
-# Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
-_Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
-
-
-def _read_inputs(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> _Inputs:
+    problem = Problem.read(hidden, weight, labels, shift=shift, several=True, **options)
     by_row, shared = {}, {}
     for position, value in enumerate(row_inputs):
         value = array(f"row_inputs[{position}]", value)
-        if value.shape[: len(leading)] == leading:
+        if value.shape[: len(problem.leading)] == problem.leading:
             by_row[position] = value
         elif value.ndim == 0:
             shared[position] = value
         else:
             raise ValueError(
                 f"row_inputs[{position}] has shape {value.shape}; it must be a scalar or start with hidden's "
-                f"leading shape {leading}"
+                f"leading shape {problem.leading}"
             )
-    return by_row, shared
+    return _linear_loss(row_loss, problem.decided((by_row, shared)), (by_row, shared))
+
+
+# Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
+_Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
 
 
 def _in_order(inputs: _Inputs) -> list[jax.Array]:
@@ -157,8 +135,8 @@ class _RowTotal:
         return values * inverse_normalizer
 
 
-@program(static=2, by_row=lambda settings, row_loss, problem, inputs: problem.options.by_row)
-def _linear_loss(settings: Settings, row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
+@program(static=1, by_row=lambda row_loss, problem, inputs: problem.options.by_row)
+def _linear_loss(row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
     wide, (by_row, shared) = problem.spec.accumulator, inputs
     batch, head, mask = problem.rows_that_count()
     options = problem.options.of_rows(problem.shifted)
@@ -166,38 +144,30 @@ def _linear_loss(settings: Settings, row_loss: RowLoss, problem: Problem, inputs
     inverse = jnp.ones((), wide)
     if options.reduction == "mean":
         each = jnp.ones(problem.leading, wide) if weights is None else weights
-        default = settings.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
+        default = problem.how.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
     examples = _in_order((flat_rows(problem.leading, by_row), shared))
-    read = _statistics_read(row_loss, wide, batch, examples, problem.tokens)
-    unread = tuple(name for name in _available(batch) if name not in read)
+    names = [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
+    read = _statistics_read(row_loss, wide, batch, names, examples, problem.tokens)
+    unread = tuple(name for name in names if name not in read)
     row_total = _RowTotal(row_loss, read, unread, wide, problem.tokens, batch.targets)
-    static = Call(settings, row_total.names, row_total)
     operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
-    return evaluate.loss(static, operands, options.by_row)[0]
-
-
-def _available(batch: Batch) -> list[str]:
-    return [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
+    return evaluate.loss(Call(problem.how, row_total.names, row_total), operands, options.by_row)[0]
 
 
 def _statistics_read(
-    row_loss: RowLoss, wide: Any, batch: Batch, row_inputs: list[jax.Array], tokens: int
+    row_loss: RowLoss, wide: Any, batch: Batch, names: list[str], row_inputs: list[jax.Array], tokens: int
 ) -> tuple[str, ...]:
-    """Names of the statistics that `row_loss`'s result depends on, from its trace."""
-    names = _available(batch)
+    """The `names` of the statistics that `row_loss`'s result depends on, from its trace."""
 
     def trace(rows: int) -> tuple[Any, Any]:
         fields: dict[str, Any] = {name: struct(name, (rows,), batch.targets, wide) for name in names}
         given = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in row_inputs]
         return jax.make_jaxpr(row_loss, return_shape=True)(RowStatistics(**fields), *given)
 
-    without = (
-        ""
-        if batch.labels is not None
-        else "; labels is None, so statistics.target_logit and statistics.log_prob are None"
-    )
+    unlabelled = "; labels is None, so statistics.target_logit and statistics.log_prob are None"
+    without = unlabelled if batch.labels is None else ""
     try:
         traced, out = trace(tokens)
     except Exception as error:

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api.checks import ArrayLike, ids
+from pallas_ce.api.checks import ArrayLike, ids, integers
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import LabelledOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
 from pallas_ce.statistics.logits import present, product
@@ -142,7 +142,7 @@ def linear_log_probs(
 
 
 # What `compute` and `keep` take.
-Checked = tuple[Settings, tuple[str, ...], Problem, jax.Array | None]
+Checked = tuple[tuple[str, ...], Problem, jax.Array | None]
 
 
 def read(
@@ -156,21 +156,21 @@ def read(
     return_hit: bool,
     **options: Any,
 ) -> Checked:
-    """Checks the arguments of `linear_log_probs`. With a support the settings are for K targets a row."""
+    """Checks the arguments of `linear_log_probs`. With a support the problem is decided for K targets a row."""
     problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
     names = tuple(name for name, wanted in asked.items() if wanted)
     if support is None:
-        return problem.settings(), names, problem, None
+        return names, problem.decided(), None
     support = _read_support(support, problem)
-    return dataclasses.replace(problem, labels=support).settings((problem.labels,)), names, problem, support
+    how = dataclasses.replace(problem, labels=support).decided((problem.labels,)).how
+    return names, dataclasses.replace(problem, how=how), support
 
 
 def _read_support(support: Any, problem: Problem) -> jax.Array:
     assert problem.labels is not None
     kept, leading = ids("support", support), problem.leading
-    if not jnp.issubdtype(kept.dtype, jnp.integer):
-        raise TypeError(f"support has dtype {kept.dtype}; it must be an integer one")
+    integers("support has", kept)
     if kept.shape[:-1] != leading or kept.ndim != len(leading) + 1 or not kept.shape[-1]:
         raise ValueError(f"support has shape {kept.shape}; {leading} with K >= 1 ids of each row behind it is needed")
     if problem.labels.shape != leading:
@@ -180,31 +180,27 @@ def _read_support(support: Any, problem: Problem) -> jax.Array:
     return as_array(kept)
 
 
-@program(static=2)
+@program(static=1)
 def compute(
-    settings: Settings,
-    names: tuple[str, ...],
-    problem: Problem,
-    support: jax.Array | None = None,
-    known: Known | None = None,
+    names: tuple[str, ...], problem: Problem, support: jax.Array | None = None, known: Known | None = None
 ) -> LogProbs:
     """Everything asked for. `known`: what `keep` has found for the same call."""
     operands, targets = _operands(problem, support)
     operands = operands._replace(known=known)
     if support is not None:
-        return _over_support(settings, names, operands, targets)
-    found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
+        return _over_support(problem.how, names, operands, targets)
+    found = from_primitives(evaluate.statistics(Call(problem.how, primitive_names(names)), operands), names)
     counts = targets != NO_TARGET
     hit = None if found.argmax is None else counts & (spread(found.argmax, targets) == targets)
     return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
 
 
-def _over_support(settings: Settings, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
+def _over_support(how: How, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
     """Of `p = softmax(logits)` over each row's set of ids alone.
 
     A label outside its row's set has log-probability -inf and no gradient.
     """
-    ids, logits = present(operands.batch.labels), evaluate.statistics(Call(settings, _OF_SUPPORT), operands)
+    ids, logits = present(operands.batch.labels), evaluate.statistics(Call(how, _OF_SUPPORT), operands)
     inside, place = ids != NO_TARGET, ids == labels[..., None]
     in_support = (labels != NO_TARGET) & jnp.any(place, axis=-1)
     z = jnp.where(inside, logits["target_logit"], -jnp.inf)
@@ -231,15 +227,11 @@ def _over_support(settings: Settings, names: tuple[str, ...], operands: Operands
 
 
 def keep(
-    settings: Settings,
-    names: tuple[str, ...],
-    problem: Problem,
-    support: jax.Array | None,
-    needs_grad: PerInput[bool],
+    names: tuple[str, ...], problem: Problem, support: jax.Array | None, needs_grad: PerInput[bool]
 ) -> Known | None:
     """What `compute` takes as `known`."""
     primitives = primitive_names(names) if support is None else _OF_SUPPORT
-    return evaluate.keep(Call(settings, primitives), _operands(problem, support)[0], needs_grad)
+    return evaluate.keep(Call(problem.how, primitives), _operands(problem, support)[0], needs_grad)
 
 
 def _operands(problem: Problem, support: jax.Array | None) -> tuple[Operands, jax.Array]:

@@ -1,7 +1,7 @@
 """Losses and log-probabilities of logits that the caller holds; `cross_entropy` is fused with its gradient."""
 
 import inspect
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,35 +9,30 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import linear_cross_entropy, log_probs, specs
 from pallas_ce.api.checks import ArrayLike
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import StoredOptions
 from pallas_ce.api.options import read_options
 from pallas_ce.api.problem import Problem, read_labels
-from pallas_ce.backends.protocol import Implementation, Mode
+from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import NO_WEIGHT, HeadSpec
-from pallas_ce.modes import evaluate, materialized
+from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
-from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse
+from pallas_ce.statistics.cross_entropy import safe_inverse
 from pallas_ce.statistics.logits import present
 
 
+@documented
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
     *,
-    label_smoothing: ArrayLike = 0.0,
-    z_loss: ArrayLike = 0.0,
     logit_softcap: float | None = None,
-    ignore_index: int | None = -100,
-    class_weights: ArrayLike | None = None,
-    token_weights: ArrayLike | None = None,
-    reduction: Reduction = "mean",
-    normalizer: ArrayLike | None = None,
     vocab_size: int | None = None,
     implementation: Implementation | None = None,
-    validate_labels: bool = False,
     return_metrics: bool = False,
+    **options: Unpack[StoredOptions],
 ) -> Any:
     r"""Cross entropy of given `logits` with `labels`, its gradient made in the same pass and in the logits' place.
 
@@ -58,13 +53,8 @@ def cross_entropy(
     Args:
         logits: `[..., V']` bfloat16, float16, float32 or float64; any leading shape, zero tokens and V' = 0 included.
         labels: `[...]`, any integer dtype, unsigned included. Labels outside `[0, vocab_size)` count as ignored.
-        label_smoothing: α in [0, 1]; may be traced or an array, whose range is not checked. The number 0 leaves the
-            term out.
-        z_loss: β; may be traced. The number 0 leaves the term out.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
         ignore_index: tokens with this label have loss 0 and gradient 0; it may lie inside the vocabulary.
-        class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
-        token_weights: w `[...]`, differentiable.
         reduction: "mean", "sum", or "none" for `[...]`, which keeps the logits for its backward.
         normalizer: scalar for the mean, may be traced; by default `Σ w·c_t`, and `Σ w` for the z part.
         vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
@@ -72,8 +62,6 @@ def cross_entropy(
             number of rows is a multiple of 8 and V' one of 16: a kernel takes all rows at once, so that a chunk size
             does not matter), or None: that one in programs for a Hopper GPU where it can, else "xla". Logits that are
             not donated are copied once, which takes about as long as the loss and its gradient.
-        validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
-            `ignore_index`. Reads the labels' values, so only outside jit.
         return_metrics: return `(loss, Metrics)`.
 
     Returns:
@@ -101,7 +89,15 @@ def cross_entropy(
         z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5. Smoothing: "Rethinking the Inception
         Architecture for Computer Vision", section 7.
     """
-    return _checked(**locals())
+    return _checked(
+        logits=logits,
+        labels=labels,
+        logit_softcap=logit_softcap,
+        vocab_size=vocab_size,
+        implementation=implementation,
+        return_metrics=return_metrics,
+        **options,
+    )
 
 
 def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:
@@ -171,14 +167,14 @@ def mean_squared_lse(
         >>> print(mean_squared_lse(jnp.ones((2, 1)), jnp.array([0, -100])))
         1.0
     """
-    problem = _read(logits, labels, ignore_index, logit_softcap, vocab_size)
-    return _mean_squared_lse(materialized.decide(problem.spec, problem.hidden, None, "recompute"), problem)
+    problem = _read(logits, labels, ignore_index=ignore_index, logit_softcap=logit_softcap, vocab_size=vocab_size)
+    return _mean_squared_lse(problem.decided(task="logits"))
 
 
-@program(static=1, by_row=lambda *_: False)
-def _mean_squared_lse(settings: Settings, problem: Problem) -> jax.Array:
+@program(by_row=lambda problem: False)
+def _mean_squared_lse(problem: Problem) -> jax.Array:
     operands = Operands(*problem.rows_that_count())
-    lse = evaluate.statistics(Call(settings, frozenset({"lse"})), operands)["lse"]
+    lse = evaluate.statistics(Call(problem.how, frozenset({"lse"})), operands)["lse"]
     return jnp.sum(lse * lse) * safe_inverse(jnp.sum(present(operands.mask), dtype=lse.dtype))
 
 
@@ -222,58 +218,60 @@ def selective_log_softmax(
     logits = arguments.array("logits", logits)
     spec = specs.logits_spec(logits, None, None)
     index = arguments.ids("index", index)
-    if not jnp.issubdtype(index.dtype, jnp.integer):
-        raise TypeError(f"index has dtype {index.dtype}; it must be an integer one")
+    arguments.integers("index has", index)
     leading = logits.shape[:-1]
     if index.shape[: len(leading)] != leading or index.ndim > logits.ndim:
         raise ValueError(
             f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
             "entries"
         )
-    settings = materialized.decide(spec, logits, implementation, "recompute", several=index.ndim == logits.ndim)
+    problem = _problem(spec, logits, label_rule.as_array(index), None, implementation=implementation)
+    problem = problem.decided(task="logits")
     if index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
-    problem = _problem(spec, logits, label_rule.as_array(index), None)
-    return log_probs.compute(settings, ("log_prob",), problem).log_probs
+    return log_probs.compute(("log_prob",), problem).log_probs
 
 
-def _checked(
-    *,
-    logits: Any,
-    labels: Any,
-    logit_softcap: float | None,
-    ignore_index: int | None,
-    vocab_size: int | None,
-    implementation: Implementation | None,
-    validate_labels: bool,
-    chunk: int | None = None,
-    **of_loss: Any,
-) -> Any:
-    problem = _read(logits, labels, ignore_index, logit_softcap, vocab_size, validate_labels, **of_loss)
-    mode: Mode = "recompute" if problem.options.by_row else "in_forward"
-    settings = materialized.decide(problem.spec, problem.hidden, implementation, mode, chunk=chunk)
-    loss, metrics = linear_cross_entropy.compute(settings, problem)
+def _checked(**given: Any) -> Any:
+    problem = _read(**given)
+    loss, metrics = linear_cross_entropy.compute(problem.decided(task="logits"))
     return (loss, metrics) if problem.options.return_metrics else loss
 
 
 def _read(
     logits: Any,
     labels: Any,
-    ignore_index: int | None,
+    *,
+    ignore_index: int | None = -100,
     logit_softcap: float | None,
     vocab_size: int | None,
     validate_labels: bool = False,
-    **of_loss: Any,
+    **options: Any,
 ) -> Problem:
     logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
     spec = specs.logits_spec(logits, vocab_size, logit_softcap)
     labels = read_labels(labels, logits.shape[:-1], spec, ignore_index, validate_labels, "logits'")
-    return _problem(spec, logits, labels, ignore_index, **of_loss)
+    return _problem(spec, logits, labels, ignore_index, **options)
 
 
-def _problem(spec: HeadSpec, logits: jax.Array, labels: jax.Array, ignore_index: int | None, **of_loss: Any) -> Problem:
-    """The logits as hidden states of a head of `NO_WEIGHT`."""
-    options = read_options(logits.shape[:-1], spec.vocab_size, "logits'", **of_loss)
+def _problem(
+    spec: HeadSpec,
+    logits: jax.Array,
+    labels: jax.Array,
+    ignore_index: int | None,
+    *,
+    implementation: Implementation | None = None,
+    chunk: int | None = None,
+    **of_loss: Any,
+) -> Problem:
+    """The logits as hidden states of a head of `NO_WEIGHT`; `chunk` is the most rows of a block."""
     return Problem(
-        hidden=logits, weight=NO_WEIGHT, labels=labels, options=options, spec=spec, ignore_index=ignore_index
+        hidden=logits,
+        weight=NO_WEIGHT,
+        labels=labels,
+        options=read_options(logits.shape[:-1], spec.vocab_size, "logits'", **of_loss),
+        spec=spec,
+        ignore_index=ignore_index,
+        implementation=implementation,
+        scratch_bytes=None if chunk is None else chunk * spec.weight_rows * spec.accumulator.itemsize,
     )

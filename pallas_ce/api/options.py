@@ -18,10 +18,6 @@ Inputs = dict[str, jax.Array]
 Total = Callable[[jax.Array], jax.Array]
 
 
-def _alone(rows: jax.Array) -> jax.Array:
-    return rows
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -41,11 +37,6 @@ class Options:
         """Whether the loss is not reduced."""
         return self.reduction == "none"
 
-    @property
-    def extra_names(self) -> frozenset[str]:
-        """The statistics that metrics read beside the loss."""
-        return frozenset({"argmax", "lse"}) if self.return_metrics else frozenset()
-
     def logit_weights(self, vocab_size: int, wide: Any) -> jax.Array | None:
         """The u of `mean_logit` that smoothing reads, c/V; None where it is 1/V throughout or not read."""
         if self.class_weights is None or self.label_smoothing is None:
@@ -64,15 +55,11 @@ class Options:
         return loss.reshape(leading) if self.by_row else loss
 
     def row_loss(
-        self, wide: Any, ids: jax.Array, mask: jax.Array, total: Total = _alone
+        self, wide: Any, ids: jax.Array, mask: jax.Array, total: Total
     ) -> tuple[CrossEntropy, tuple[Inputs, Inputs]]:
         """The row loss, and its inputs: by row `[...]`, and those all rows share, the normalisers' inverses included.
 
-        Args:
-            wide: the accumulator dtype.
-            ids: canonical labels `[...]`.
-            mask: `[...]` bool, which rows count.
-            total: makes the call's sum over rows from a device's.
+        `wide` is the accumulator dtype, `ids` are canonical labels `[...]`, and rows count where `mask [...]` is True.
         """
         by_row: Inputs = {}
         shared: Inputs = {}
@@ -135,7 +122,7 @@ def call_metrics(
     ids: jax.Array,
     mask: jax.Array,
     given: tuple[Inputs, Inputs],
-    total: Total = _alone,
+    total: Total,
 ) -> Metrics:
     """Metrics of a call, without gradient, from its statistics `[...]` and the inputs of `row_loss`."""
     shared = given[1]

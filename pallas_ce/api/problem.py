@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import low_rank, specs
+from pallas_ce.api import specs
 from pallas_ce.api.options import Options, read_options
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.backends.select import warn_once
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
-from pallas_ce.modes.settings import Settings, decide
+from pallas_ce.modes.how import How, Task, decide
 from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
 from pallas_ce.statistics import labels as label_rule
+from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.rows import flat_rows
 
 
@@ -26,7 +27,8 @@ class Problem:
 
     Arrays are as the caller gave them, None where absent; `up`, `down` and `term_scale` are a low-rank term's.
     `logit_scale` is None where it is the number 1. `temperature` is `[]` or `[...]`; None where it is the number 1 or
-    another number that the head has been divided by. `options` say how losses by row become what a call returns.
+    another number that the head has been divided by. `options` say how losses by row become what a call returns, and
+    `how`, once it is `decided`, how the call is carried out.
     """
 
     hidden: jax.Array
@@ -47,6 +49,7 @@ class Problem:
     mesh_axes: MeshAxes | None = dataclasses.field(default=None, metadata={"static": True})
     shift: int = dataclasses.field(default=0, metadata={"static": True})
     term_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    how: How = dataclasses.field(default=How("xla", None, None), metadata={"static": True})
 
     @classmethod
     def read(
@@ -80,7 +83,7 @@ class Problem:
         labels. `of_loss` is for `read_options`.
         """
         ignore_index = arguments.ignored(ignore_index)
-        hidden, given = arguments.array("hidden", hidden), low_rank.read(weight)
+        hidden, given = arguments.array("hidden", hidden), specs.read_weight(weight)
         if implementation != "reference":
             for name, x in (("hidden", hidden), ("weight", given.weight)):
                 arguments.known_sizes(name, x, "implementation='reference' for symbolic rows; it stores the logits")
@@ -94,8 +97,11 @@ class Problem:
         logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
         temperature = arguments.temperature(temperature, leading)
         if isinstance(temperature, float):
-            if temperature != 1.0:
-                spec, logit_scale = _folded(spec, logit_scale, temperature)
+            if temperature != 1.0:  # `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`
+                inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
+                logit_scale = inverse if logit_scale is None else logit_scale.astype(spec.accumulator) * inverse
+                softcap = None if spec.softcap is None else spec.softcap / temperature
+                spec = dataclasses.replace(spec, softcap=softcap)
             temperature = None
         if labels is not None:
             labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
@@ -104,8 +110,7 @@ class Problem:
         row_mask = arguments.row_mask(row_mask, leading)
         if shift := arguments.shift(shift, labels, leading):
             refuse_shift(shift, (hidden, labels))
-        check_split(mesh_axes, given.weight, hidden, (labels, row_mask))
-        return cls(
+        problem = cls(
             hidden=hidden,
             weight=given.weight,
             up=given.up,
@@ -125,6 +130,8 @@ class Problem:
             shift=shift,
             term_scale=given.scale,
         )
+        problem._check_split()
+        return problem
 
     def tempered(self, temperature: Any, zero: bool = False) -> Self:
         """At a temperature beside the head, whose logits are needed without it; with `zero` it may be 0."""
@@ -141,30 +148,45 @@ class Problem:
         """N."""
         return math.prod(self.leading)
 
-    def settings(
-        self, others: Any = (), *, arrays: Any | None = None, padded_share: HeadSpec | None = None
-    ) -> Settings:
-        """How the call is carried out.
+    def decided(
+        self,
+        others: Any = (),
+        *,
+        task: Task = "head",
+        arrays: Any | None = None,
+        padded_share: HeadSpec | None = None,
+    ) -> Self:
+        """Decides how the call is carried out.
 
         Args:
             others: its further arrays.
+            task: see `How`.
             arrays: what may know the device; by default hidden states and weight.
             padded_share: see `decide`.
         """
-        if doubt := check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask)):
+        shards = None
+        if task == "head" and (doubt := self._check_split()):
             warn_once(doubt)
-        return decide(
+        if task in ("head", "pair"):
+            shards = shards_of(MeshAxes() if task == "pair" else self.mesh_axes, self, others)
+        how = decide(
             self.spec,
             self.tokens,
             (self.hidden, self.weight) if arrays is None else arrays,
+            task=task,
             scalar_loss=not self.options.by_row,
             rows=self.batch_spec,
             backward=self.options.backward,
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
-            shards=shards_of(self.mesh_axes, self, others),
+            shards=shards,
+            checked=bool(varying(self)),
             padded_share=padded_share,
         )
+        return dataclasses.replace(self, how=how)
+
+    def _check_split(self) -> str | None:
+        return check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask))
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -207,14 +229,6 @@ class Problem:
         batch, head, mask = self.rows_that_count()
         batch, mask = flat_rows(self.leading, (batch, mask))
         return batch, head, mask
-
-
-def _folded(spec: HeadSpec, logit_scale: jax.Array | None, temperature: float) -> tuple[HeadSpec, jax.Array]:
-    """A number T costs nothing: `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`."""
-    inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
-    softcap = None if spec.softcap is None else spec.softcap / temperature
-    scale = inverse if logit_scale is None else logit_scale.astype(spec.accumulator) * inverse
-    return dataclasses.replace(spec, softcap=softcap), scale
 
 
 def read_labels(

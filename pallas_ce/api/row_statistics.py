@@ -5,12 +5,11 @@ from typing import Any, Unpack
 
 from pallas_ce.api.checks import ArrayLike, check_statistics
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import StreamedOptions
-from pallas_ce.api.low_rank import WeightLike
+from pallas_ce.api.head_options import StatisticsOptions
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names
 from pallas_ce.streaming.gradient_products import PerInput
@@ -23,10 +22,7 @@ def linear_row_statistics(
     labels: ArrayLike | None = None,
     *,
     statistics: Sequence[str] = ("lse", "target_logit"),
-    row_mask: ArrayLike | None = None,
-    logit_weights: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
-    **options: Unpack[StreamedOptions],
+    **options: Unpack[StatisticsOptions],
 ) -> RowStatistics:
     r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias)) / temperature`, not stored.
 
@@ -70,38 +66,28 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    given = read(
-        hidden,
-        weight,
-        labels,
-        statistics=statistics,
-        row_mask=row_mask,
-        logit_weights=logit_weights,
-        temperature=temperature,
-        **options,
-    )
-    return compute(*given)
+    return compute(*read(hidden, weight, labels, statistics=statistics, **options))
 
 
 # What `compute` and `keep` take.
-Checked = tuple[Settings, tuple[str, ...], Problem]
+Checked = tuple[tuple[str, ...], Problem]
 
 
 def read(hidden: Any, weight: Any, labels: Any | None = None, *, statistics: Sequence[str], **options: Any) -> Checked:
     """Checks the arguments of `linear_row_statistics`."""
     # No label is special, and each row has cotangents of its own.
     problem = Problem.read(hidden, weight, labels, ignore_index=None, reduction="none", several=True, **options)
-    return problem.settings(), check_statistics(statistics, problem.labels), problem
+    return check_statistics(statistics, problem.labels), problem.decided()
 
 
-@program(static=2)
-def compute(settings: Settings, names: tuple[str, ...], problem: Problem, known: Known | None = None) -> RowStatistics:
+@program(static=1)
+def compute(names: tuple[str, ...], problem: Problem, known: Known | None = None) -> RowStatistics:
     """The statistics. `known`: what `keep` has found for the same call."""
     operands = Operands(*problem.rows(), problem.row_mask, known=known)
-    return from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
+    return from_primitives(evaluate.statistics(Call(problem.how, primitive_names(names)), operands), names)
 
 
-def keep(settings: Settings, names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
+def keep(names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`."""
     operands = Operands(*problem.rows(), problem.row_mask)
-    return evaluate.keep(Call(settings, primitive_names(names)), operands, needs_grad)
+    return evaluate.keep(Call(problem.how, primitive_names(names)), operands, needs_grad)

@@ -11,10 +11,9 @@ from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import CrossEntropyOptions
 from pallas_ce.api.linear_cross_entropy import operands_of
-from pallas_ce.api.low_rank import LowRank
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import LowRank
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.settings import Settings
 from pallas_ce.modes.sums import added
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.logits import present
@@ -112,7 +111,7 @@ def linear_cross_entropy_and_gradients(
         None if problem.bias is None or bias_sum is None else _sum("bias_sum", bias_sum, "bias", problem.bias, problem),
     )
     scale = jnp.asarray(checks.scalar("loss_scale", loss_scale), problem.spec.accumulator)
-    return _compute(problem.settings((sums, scale)), problem, *sums, scale)
+    return _compute(problem.decided((sums, scale)), *sums, scale)
 
 
 def _sum(name: str, given: Any, of: str, array: jax.Array, problem: Problem) -> jax.Array:
@@ -125,24 +124,15 @@ def _sum(name: str, given: Any, of: str, array: jax.Array, problem: Problem) -> 
     return total
 
 
-def _lie_as(settings: Settings, problem: Problem, *sums: Any) -> Any:
-    places: Any = (False, True, *sums[:2])
-    return LossAndGradients(*places)
-
-
-@program(static=1, by_row=_lie_as)
+@program(by_row=lambda problem, *sums: LossAndGradients(False, True, *sums[:2]))  # type: ignore[arg-type]
 def _compute(
-    settings: Settings,
-    problem: Problem,
-    weight_sum: jax.Array,
-    bias_sum: jax.Array | None,
-    loss_scale: jax.Array,
+    problem: Problem, weight_sum: jax.Array, bias_sum: jax.Array | None, loss_scale: jax.Array
 ) -> LossAndGradients:
     given = evaluate.first_order_only((problem, weight_sum, bias_sum, loss_scale), _INSTEAD)
     problem, weight_sum, bias_sum, loss_scale = given
     if bias_sum is not None:  # so that its gradient is not rounded before it is added
         problem = dataclasses.replace(problem, bias=present(problem.bias).astype(problem.spec.accumulator))
-    static, operands = operands_of(settings, problem)
+    static, operands = operands_of(problem)
     operands = operands._replace(cotangent=loss_scale, weight_sum=weight_sum)
     needs_grad = NO_GRADIENT._replace(hidden=True, weight=True, bias=bias_sum is not None)
     loss, found = evaluate.loss_and_gradients(static, operands, needs_grad)

@@ -10,13 +10,15 @@ from pallas_ce.api.checks import ArrayLike, count, share
 from pallas_ce.api.checks import key as check_key
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import HeadOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.api.specs import WeightLike
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head, tempered
+from pallas_ce.head import Head, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_rows_that_count
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
+from pallas_ce.parallel.shards import RowArrays
 from pallas_ce.statistics.row import Partial, finalise, gap
 from pallas_ce.streaming import noise
 from pallas_ce.streaming.rows import flat_rows, zeroed
@@ -165,12 +167,6 @@ def _draw(
     return _Drawn(chosen(scores), chosen(ids), chosen(logits))
 
 
-def _merge_drawn(a: _Drawn, b: _Drawn) -> _Drawn:
-    """The better of both, as `argmax` has it, where the columns of `a` precede `b`'s: NaN is the best."""
-    better = ~(b.score <= a.score) & ~jnp.isnan(a.score)
-    return jax.tree.map(lambda x, y: jnp.where(better, y, x), a, b)
-
-
 def _finite(inverse_temperature: jax.Array | None) -> jax.Array | None:
     """1 in place of 1/0, where the log-probability is known without a product."""
     return None if inverse_temperature is None else jnp.where(jnp.isinf(inverse_temperature), 1.0, inverse_temperature)
@@ -195,18 +191,23 @@ def _sample_of_kept(
     return _samples(_draw(keys, logits, ids, None, inverse_temperature), partial, inverse_temperature)
 
 
-def _block(by_row: tuple[Batch, jax.Array, _Limits], head: Head, plan: Plan) -> Samples:
-    batch, keys, limits = by_row
+def _block(how: How, plan: Plan, rows: RowArrays, head: Head) -> Samples:
+    batch, (keys, limits) = rows.batch, rows.more
     inverse = batch.inverse_temperature
     if not jax.tree.leaves(limits):
 
         def part(logits: jax.Array, tile: Tile) -> _Drawn:
             return _draw(keys, logits, tile.columns, tile.valid, inverse)
 
-        batch = batch._replace(inverse_temperature=_finite(inverse))
-        return _samples(*fold_with_lse(part, _merge_drawn, head, batch, plan.columns), inverse)
+        def better(a: _Drawn, b: _Drawn) -> _Drawn:
+            # As `argmax` has it, where the columns of `a` precede `b`'s: NaN is the best.
+            later = ~(b.score <= a.score) & ~jnp.isnan(a.score)
+            return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
 
-    batch, vocab_size = head.with_low(batch._replace(inverse_temperature=None)), head.spec.vocab_size
+        batch = batch._replace(inverse_temperature=_finite(inverse))
+        return _samples(*fold_with_lse(part, better, head, batch, plan.columns), inverse)
+
+    batch, vocab_size = batch._replace(inverse_temperature=None), head.spec.vocab_size
     logits = Tiles(vocab_size, plan.columns).for_each(
         lambda tile, stored: tile.put(stored, head.tile_logits(batch, tile), axis=1),
         jnp.zeros((len(batch.hidden), vocab_size), head.spec.accumulator),
@@ -225,8 +226,10 @@ def _linear_sample(streams: Streams, problem: Problem, key: Any, limits: _Limits
         return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, wide))
 
     with jax.named_scope("pallas_ce.sample"):
-        by_row = (batch, noise.row_keys(key, problem.tokens), _by_row(problem, limits))
-        found = over_rows_that_count(_block, streams.block_sizes, empty, by_row, head, mask)
+        rows = RowArrays(batch, mask, more=(noise.row_keys(key, problem.tokens), _by_row(problem, limits)))
+        found = over_rows_that_count(
+            problem.how, _block, lambda how, tokens: streams.block_sizes(tokens), empty, rows, head
+        )
     return jax.tree.map(lambda x: x.reshape(problem.leading), found)
 
 

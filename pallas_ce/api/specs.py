@@ -1,15 +1,16 @@
-"""Checks of heads and logits, which make of them the static facts that all below works with."""
+"""How a head, its weight and its products' precision are read: into the static facts that all below works with."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import DotAlgorithmPreset, Precision
 
 from pallas_ce.api import checks
-from pallas_ce.api.low_rank import LowRank
-from pallas_ce.api.precision import resolve
 from pallas_ce.head import HeadSpec, common_dtype
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
@@ -17,6 +18,83 @@ _SUPPORTED = "supported are bfloat16, float16, float32 and float64"
 
 # Within these a soft cap over the least and most temperature stays in float32's range; see `checks.temperature`.
 _LEAST_CAP, _MOST_CAP = 1e-8, 1e33
+
+# What a call takes as a precision. Signatures print the alias's name.
+type PrecisionLike = str | Precision | DotAlgorithmPreset
+
+_PRECISIONS = ("default", "high", "highest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32", "fastest")
+_OF_FLOAT8 = "ANY_F8"  # what presets for 8-bit operands begin with
+_WORKING = (*_PRECISIONS, *(name for name in DotAlgorithmPreset.__members__ if not name.startswith(_OF_FLOAT8)))
+
+# The algorithm of a product of operands of these dtypes by default.
+_ITSELF = {
+    np.dtype(jnp.bfloat16): DotAlgorithmPreset.BF16_BF16_F32,
+    np.dtype(np.float16): DotAlgorithmPreset.F16_F16_F32,
+    np.dtype(np.float64): DotAlgorithmPreset.F64_F64_F64,
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """Stands for `weight + scale · up · down` wherever a function takes a head's weight; a pytree.
+
+    Logits are `hidden·weight + scale·(hidden·down)·up`: not even a tile of the sum is made, nor a gradient of its size.
+    With the weight frozen a loss with gradients takes two large products in place of three (of a weight trained with
+    it, three), and beside the gradients of `up` and `down` a few numbers for each row and column. A gradient has this
+    structure too; to freeze the weight, differentiate `up` and `down` alone, as below.
+
+    `up` and `down` may have another dtype than the weight, float32 beside bfloat16, say. They are multiplied in the
+    call's compute dtype, which does not depend on theirs, and their gradients have theirs.
+
+    Attributes:
+        weight: `[V', H]`, or `[H, V']` with `vocab_axis=1`.
+        up: `[V', r]`, or `[r, V']`: LoRA's B.
+        down: `[r, H]`, or `[H, r]`: LoRA's A. Inside a `shard_map` `up` has the part of the vocabulary that the weight
+            has, and `down` is whole.
+        scale: LoRA's α/r, a Python number; to train or trace one, multiply `up` by it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import LowRank, linear_cross_entropy
+        >>> hidden, weight = jnp.ones((6, 8)), jnp.ones((100, 8))
+        >>> up, down = jnp.zeros((100, 2)), jax.random.normal(jax.random.key(0), (2, 8))
+        >>> def loss(adapter, hidden):
+        ...     up, down = adapter
+        ...     return linear_cross_entropy(hidden, LowRank(weight, up, down, scale=2.0), jnp.arange(6))
+        >>> (d_up, d_down), d_hidden = jax.grad(loss, (0, 1))((up, down), hidden)
+        >>> d_up.shape, d_down.shape
+        ((100, 2), (2, 8))
+
+    References:
+        "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al.), section 4.1.
+    """
+
+    weight: Any
+    up: Any
+    down: Any
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+
+# What a call takes as a weight.
+type WeightLike = checks.ArrayLike | LowRank
+
+
+def read_weight(weight: Any, convert: Callable[[str, Any], Any] = checks.array, name: str = "weight") -> LowRank:
+    """The arrays of `weight`, as `convert(name, value)` makes them; `up` and `down` are None where it has no term.
+
+    `name` is what errors call the weight.
+    """
+    if not isinstance(weight, LowRank):
+        return LowRank(convert(name, weight), None, None)
+    scale = weight.scale
+    if not checks.is_plain(scale) or isinstance(scale, bool):
+        raise TypeError(
+            f"{name}.scale is a {type(scale).__name__}; it must be a Python number: multiply {name}.up by a traced or "
+            "trained factor"
+        )
+    up, down = convert(f"{name}.up", weight.up), convert(f"{name}.down", weight.down)
+    return LowRank(convert(f"{name}.weight", weight.weight), up, down, checks.scalar(f"{name}.scale", scale))
 
 
 def head_spec(
@@ -64,7 +142,7 @@ def head_spec(
             f"{parts[0]} parts: it holds the vocabulary alone. Pass each device its part, or name no vocabulary axes"
         )
     chosen = _compute_dtype(hidden, weight, dtype)
-    how, rank = resolve(precision, chosen), 0 if given.up is None else _rank(given, held, width, vocab_axis)
+    how, rank = _resolve(precision, chosen), 0 if given.up is None else _rank(given, held, width, vocab_axis)
     return HeadSpec(width, rows, vocab_size, int(vocab_axis), chosen, _cap(logit_softcap), precision=how, rank=rank)
 
 
@@ -132,3 +210,48 @@ def _cap(logit_softcap: float | None) -> float | None:
             "float32; None for no cap"
         )
     return cap
+
+
+def _read_precision(precision: PrecisionLike) -> Precision | DotAlgorithmPreset:
+    """The member that it names.
+
+    Raises:
+        ValueError: a name that JAX does not know, or an algorithm for 8-bit operands.
+        TypeError: neither a name nor a member.
+    """
+    found = precision
+    if isinstance(precision, str):
+        named = DotAlgorithmPreset.__members__
+        found = Precision(precision) if precision in _PRECISIONS else named.get(precision, precision)
+    if isinstance(found, Precision):
+        return found
+    if not isinstance(found, str | DotAlgorithmPreset):
+        raise TypeError(
+            f"precision={precision!r} is a {type(precision).__name__}; it must be one name for all products, a "
+            "jax.lax.Precision, a jax.lax.DotAlgorithmPreset, or None"
+        )
+    if isinstance(found, str) or found.name.startswith(_OF_FLOAT8):
+        wrong = "is unknown" if isinstance(found, str) else "multiplies 8-bit operands, which no head has"
+        raise ValueError(f"precision={precision!r} {wrong}; choose from {', '.join(map(repr, _WORKING))}, or None")
+    return found
+
+
+def precision_name(precision: PrecisionLike) -> str:
+    """A name for it."""
+    found = _read_precision(precision)
+    return found.name if isinstance(found, DotAlgorithmPreset) else found.name.lower()
+
+
+def _resolve(precision: PrecisionLike | None, dtype: np.dtype) -> Precision | DotAlgorithmPreset:
+    """How operands of `dtype` are multiplied, the same member for all that means the same.
+
+    None is full float32 for float32 operands, unless JAX's configuration says otherwise: a GPU's own default is TF32, a
+    TPU's bfloat16. Of other operands JAX's three levels say nothing, and the configuration is about 32-bit ones.
+    """
+    if precision is None:
+        configured = jax.config.jax_default_matmul_precision if dtype == np.float32 else None
+        precision = Precision.HIGHEST if configured is None else configured
+    found = _read_precision(precision)
+    if found in (DotAlgorithmPreset.DEFAULT, _ITSELF.get(dtype)):
+        return Precision.DEFAULT
+    return Precision.DEFAULT if isinstance(found, Precision) and dtype != np.float32 else found

@@ -1,7 +1,7 @@
 """`linear_top_k`: the largest logits of each row, without storing the others."""
 
-import functools
-from typing import Any, NamedTuple, Unpack
+import dataclasses
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,15 @@ from jax import lax
 from pallas_ce.api.checks import ArrayLike, count
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import HeadOptions
-from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.backends import select
-from pallas_ce.backends.protocol import IMPLEMENTATIONS, Implementation, Plan, TopKFinder
-from pallas_ce.head import Batch, Head, tempered
+from pallas_ce.api.specs import WeightLike
+from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
+from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
-from pallas_ce.parallel.entry import at_lowering, program
+from pallas_ce.modes.how import How
+from pallas_ce.parallel.entry import program
+from pallas_ce.parallel.shards import RowArrays
 from pallas_ce.statistics.row import Partial, finalise
-from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.selection import Largest, top_k
 from pallas_ce.streaming.tiles import Tile
 
@@ -91,66 +91,44 @@ def linear_top_k(
     problem = Problem.read(hidden, weight, row_mask=row_mask, implementation=implementation, **options)
     problem = problem.tempered(temperature)
     k = count("k", k, problem.spec.vocab_size, f"vocab_size={problem.spec.vocab_size}")
-    finders = _finders(k, problem)
-    for finder in finders:
-        finder.block_sizes(max(problem.tokens, 1))  # raises where the budget is too small
-    return _linear_top_k(k, finders, problem)
-
-
-def _finders(k: int, problem: Problem) -> tuple[TopKFinder, ...]:
-    """The finders of the implementations that may serve the call; see `entry.at_lowering`."""
-    spec, asked = problem.spec, problem.implementation
-
-    def lacking(name: str) -> bool:
-        return name == "reference" or (select.load(name).top_k is None and select.load(name).capabilities.cuda_only)
-
-    def finder(name: str) -> TopKFinder:
-        own = select.load(name).top_k
-        # Beside the logits: their exponentials, and what selecting from them takes.
-        return _Tiled((spec,), problem.scratch_bytes, 4, k) if own is None else own(spec, k, problem.scratch_bytes)
-
-    if asked in IMPLEMENTATIONS and lacking(asked):
-        raise ValueError(f"implementation={asked!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits")
-    name, _, default = select.select(
-        asked,
-        lambda name: "it has no top-k" if lacking(name) else select.load(name).refusal(spec),
-        (problem.hidden, problem.weight),
-        checked=bool(varying(problem)),
-    )
-    chosen = finder(name)
-    return (chosen,) if default is None else default.variants(chosen, finder(default.instead), _holds_a_row(chosen))
-
-
-def _holds_a_row(finder: TopKFinder) -> bool:
+    how = problem.decided(task="top_k").how
     try:
-        finder.block_sizes(1)
-    except ValueError:
-        return False
-    return True
+        _finder(how, problem.spec, k).block_sizes(max(problem.tokens, 1))
+    except ValueError:  # the budget is too small
+        if how.default is None:
+            raise
+        how = dataclasses.replace(how, implementation=how.default.instead, default=None)
+    return _linear_top_k(k, dataclasses.replace(problem, how=how))
 
 
-@program(static=2)
-def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], problem: Problem) -> TopK:
-    (batch, head, mask), wide = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
+def _finder(how: How, spec: HeadSpec, k: int) -> TopKFinder:
+    own = how.backend.top_k
+    # Beside the logits: their exponentials, and what selecting from them takes.
+    return _Tiled((spec,), how.scratch_bytes, 4, k) if own is None else own(spec, k, how.scratch_bytes)
+
+
+@program(static=1)
+def _linear_top_k(k: int, problem: Problem) -> TopK:
+    (batch, head, mask), spec = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec
 
     def empty(rows: int) -> TopK:
-        zeros = jnp.zeros((rows, k), wide)
+        zeros = jnp.zeros((rows, k), spec.accumulator)
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
-    def search(finder: TopKFinder, *arrays: Any) -> TopK:
-        return over_rows_that_count(functools.partial(_block, finder), finder.block_sizes, empty, *arrays)
+    def visit(how: How, plan: Plan, rows: RowArrays, head: Head) -> TopK:
+        batch = rows.batch
+        best, partial = _finder(how, spec, k).find(head, batch, plan)
+        scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, LSE)["lse"]
+        # A row of -inf only: (-inf) - (-inf) would be nan.
+        log_probs = scaled - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
+        return TopK(best.values, best.places, log_probs)
+
+    def block_sizes(how: How, tokens: int) -> Plan:
+        return _finder(how, spec, k).block_sizes(tokens)
 
     with jax.named_scope("pallas_ce.top_k"):
-        found = at_lowering(finders, search, batch, head, mask)
+        found = over_rows_that_count(problem.how, visit, block_sizes, empty, RowArrays(batch, mask), head)
     return jax.tree.map(lambda x: x.reshape(*problem.leading, k), found)
-
-
-def _block(finder: TopKFinder, batch: Batch, head: Head, plan: Plan) -> TopK:
-    best, partial = finder.find(head, batch, plan)
-    scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, LSE)["lse"]
-    # A row of -inf only: (-inf) - (-inf) would be nan.
-    log_probs = scaled - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
-    return TopK(best.values, best.places, log_probs)
 
 
 class _Tiled(Streams):
@@ -158,22 +136,16 @@ class _Tiled(Streams):
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `TopKFinder`."""
-        part = functools.partial(_best_of_tile, self.least_columns)
-        return fold_with_lse(part, _merge_best, head, batch, plan.columns)
 
+        def best_of_tile(logits: jax.Array, tile: Tile) -> Largest:
+            valid = logits if tile.valid is None else jnp.where(tile.valid[None, :], logits, -jnp.inf)
+            best = top_k(valid, self.least_columns)
+            return best._replace(places=tile.start + best.places)
 
-def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:
-    """The k largest of a tile `[n, c]` with `c >= k`; of equal ones, those with the lowest ids."""
-    valid = logits if tile.valid is None else jnp.where(tile.valid[None, :], logits, -jnp.inf)
-    best = top_k(valid, k)
-    return best._replace(places=tile.start + best.places)
+        def best_of_both(a: Largest, b: Largest) -> Largest:
+            # `top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of
+            # `b` that are not valid and stand there as -inf: `a` holds k entries, none below -inf.
+            values, places = top_k(jnp.concatenate([a.values, b.values], 1), a.values.shape[1])
+            return Largest(values, jnp.take_along_axis(jnp.concatenate([a.places, b.places], 1), places, axis=1))
 
-
-def _merge_best(a: Largest, b: Largest) -> Largest:
-    """The k largest of both, where the columns of `a` precede `b`'s.
-
-    `top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of `b` that
-    are not valid and stand there as -inf: `a` holds k entries, none below -inf, so none of these ever wins a tie.
-    """
-    values, places = top_k(jnp.concatenate([a.values, b.values], 1), a.values.shape[1])
-    return Largest(values, jnp.take_along_axis(jnp.concatenate([a.places, b.places], 1), places, axis=1))
+        return fold_with_lse(best_of_tile, best_of_both, head, batch, plan.columns)

@@ -1,6 +1,6 @@
 """The device that a call is traced for, as far as the process tells, and the table of GPUs.
 
-`parallel.target` has what the arrays tell.
+`parallel.partitioning.known_device` has what the arrays tell.
 """
 
 import functools

@@ -78,7 +78,7 @@ class Capabilities:
     Attributes:
         checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
         large_blocks: whether larger blocks are worth the memory: by default twice as much for float32 operands, and for
-            in_forward as much as the weight's wide sum, which a single block does without; see `Settings.block_sizes`.
+            in_forward as much as the weight's wide sum, which a single block does without; see `How.block_sizes`.
         wide_stash: whether in_forward's stash takes the bytes of the wide logits, and a single block more than those.
         cuda_only: whether it runs on CUDA devices alone.
         adds_in_place: whether `stash_products` adds to the weight's sum even for the first of several blocks, so that
@@ -148,15 +148,15 @@ class Backend(Protocol):
         capabilities: see there.
         top_k: `(spec, k, scratch_bytes)` to a finder, if it has one of its own.
         materialized: kernels for materialized logits, if it has any.
-        describe: `(spec, options, mode)` to the kernel that makes logits of plain cross entropy, for `explain`, if one
-            does; `options` is how many of bias, scale and soft cap the head has.
+        describe: `(spec, options, mode, rows)` to the kernel that makes logits of plain cross entropy for as many rows,
+            for `explain`, if one does; `options` is how many of bias, scale and soft cap the head has.
     """
 
     name: str
     capabilities: Capabilities = Capabilities()
     top_k: Callable[[HeadSpec, int, int | None], TopKFinder] | None = None
     materialized: Materialized | None = None
-    describe: Callable[[HeadSpec, int, Mode | None], Launch] | None = None
+    describe: Callable[[HeadSpec, int, Mode | None, int], Launch] | None = None
 
     def on(self, platform: str | None) -> "Backend":
         """The backend as it works for that platform; None: for the one that is traced for."""

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import packages
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend
-from pallas_ce.parallel.target import known_device
+from pallas_ce.parallel.partitioning import known_device
 
 # The backend for every other device, and for every call that the choices refuse.
 _EVERYWHERE = "xla"
@@ -44,12 +44,6 @@ class Default(NamedTuple):
     instead: str
     certain: bool
 
-    def variants[Variant](self, chosen: Variant, instead: Variant, served: bool) -> tuple[Variant, ...]:
-        """The variant for one device, or one for CUDA and one for every other platform."""
-        if not served:
-            return (instead,)
-        return (chosen,) if self.certain else (chosen, instead)
-
 
 def select(
     implementation: str | None,
@@ -57,18 +51,15 @@ def select(
     arrays: Any,
     *,
     checked: bool,
-    slower: Callable[[str], str | None] = lambda name: None,
+    slower: Callable[[str], str | None],
 ) -> tuple[str, str, Default | None]:
     """The implementation of a call; without a name the kernels for the GPU lowered for, where they serve the call.
 
     With it why that one was chosen, and how: None where it was asked for by name, or serves everything.
 
-    Args:
-        implementation: its name, or None.
-        refusal: why the implementation of a name cannot serve the call, as the end of a sentence; None where it can.
-        arrays: the call's, which may know their device.
-        checked: whether they vary over the axes of a `shard_map` with `check_vma=True`.
-        slower: why the implementation of a name is not taken by default, though it could be; None where it is.
+    `refusal` and `slower` say of a name, as the end of a sentence, why that implementation cannot serve the call, and
+    why it is not taken by default though it could be. The `arrays` may know their device, and are `checked` if they
+    vary over the axes of a `shard_map` with `check_vma=True`.
 
     Raises:
         ValueError: the named implementation is unknown or cannot serve the call.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head
+from pallas_ce.modes.how import How
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 
 
@@ -31,16 +32,16 @@ class RowTotal(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call[How]:
+class Call:
     """Static facts of a call.
 
     Attributes:
-        settings: how it is carried out.
+        how: how it is carried out.
         names: the primitive statistics to return.
         row_total: makes the sum over the rows; None where the call returns the statistics.
     """
 
-    settings: How
+    how: How
     names: frozenset[str]
     row_total: RowTotal | None = None
 

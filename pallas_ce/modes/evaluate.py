@@ -16,7 +16,6 @@ from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import in_forward, materialized, recompute
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
-from pallas_ce.modes.settings import Settings
 from pallas_ce.modes.sums import added
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
@@ -130,22 +129,22 @@ _of_logits_with_handle = differentiable(
 )
 
 
-def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]:
+def statistics(call: Call, operands: Operands) -> dict[str, jax.Array]:
     """Primitive statistics `[...]` of the rows, differentiable; 0 where the mask is False."""
     batch, head, mask = operands[:3]
     if batch.hidden.size == 0:
         return empty_statistics(call.names, batch, head)
-    if call.settings.mode is None:
+    if call.how.mode is None:
         rows, counted = flat_rows(batch.leading, (batch, mask))
         found = reference.row_statistics(call.names, rows, head, counted)
         return {name: value.reshape(*batch.leading, *value.shape[1:]) for name, value in found.items()}
     return (_of_logits if head.weight is NO_WEIGHT else _recomputed)(call, operands)
 
 
-def loss(call: Call[Settings], operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss(call: Call, operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`Σ row_total` over the rows that count or, `by_row`, each `[...]`, 0 where masked; and constant statistics."""
     handle = jnp.zeros((), operands.head.spec.accumulator)
-    if call.settings.mode == "in_forward" and operands.batch.hidden.size > 0:
+    if call.how.mode == "in_forward" and operands.batch.hidden.size > 0:
         way = _of_logits_with_handle if operands.head.weight is NO_WEIGHT else _with_handle
         found, handle = way(call, operands)
         found = jax.tree.map(jax.lax.stop_gradient, found)
@@ -155,12 +154,12 @@ def loss(call: Call[Settings], operands: Operands, by_row: bool) -> tuple[jax.Ar
     return result, jax.tree.map(jax.lax.stop_gradient, found)
 
 
-def total(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+def total(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
     """`Σ row_total` over the rows that count, from their statistics `[...]`."""
-    return call.settings.total(jnp.sum(_values(call, operands, found)))
+    return call.how.total(jnp.sum(_values(call, operands, found)))
 
 
-def _values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+def _values(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
     """`row_total` of each row `[...]`, 0 in those that do not count, whose values never reach it."""
     row_total, leading, (by_row, shared) = call.row_total, operands.batch.leading, operands.inputs
     assert row_total is not None
@@ -170,21 +169,19 @@ def _values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array
     return (values if mask is None else jnp.where(mask, values, 0)).reshape(leading)
 
 
-def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known | None:
+def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | None:
     """What `Operands.known` may be, for gradients of `needs_grad` or fewer.
 
     None for the reference, which differentiates its logits anew.
     """
-    if call.settings.mode is None:
+    if call.how.mode is None:
         return None
-    if call.settings.mode == "in_forward":
+    if call.how.mode == "in_forward":
         return in_forward.keep(call, operands, needs_grad)
-    return Known(forward_statistics(call.settings, call.names | saved_statistics(call.names), operands))
+    return Known(forward_statistics(call.how, call.names | saved_statistics(call.names), operands))
 
 
-def loss_and_gradients(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]
-) -> tuple[jax.Array, Arrays]:
+def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
     """`Σ row_total` over the rows that count, and its gradients in `needs_grad`, times `operands.cotangent`.
 
     Differentiation makes an array of the weight's size for each micro-batch, and another pass adds it to their sum.
@@ -192,7 +189,7 @@ def loss_and_gradients(
     the total's cotangent has to be given. `needs_grad` has the hidden states and the weight.
     """
     head, cotangent, total_of = operands.head, present(operands.cotangent), functools.partial(total, call, operands)
-    if call.settings.mode is None or operands.batch.hidden.size == 0:
+    if call.how.mode is None or operands.batch.hidden.size == 0:
         inputs, constants = operands.differentiable, operands._replace(cotangent=None, weight_sum=None)
 
         def loss_of(varied: Arrays) -> jax.Array:
@@ -203,7 +200,7 @@ def loss_and_gradients(
         (gradients,) = back(cotangent)
         weight = gradients.weight.astype(head.spec.accumulator)
         return value, gradients._replace(weight=added(present(operands.weight_sum), weight))
-    if call.settings.mode == "in_forward":
+    if call.how.mode == "in_forward":
         # The scale of the logits is made part of the cotangent, so that the sums are gradients.
         scaled = cotangent if head.logit_scale is None else cotangent * head.logit_scale
         known = in_forward.keep(call, operands._replace(cotangent=scaled), needs_grad)

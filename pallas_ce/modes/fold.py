@@ -16,9 +16,12 @@ from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.xla.tiling import preferred, tiled_plan, tiles_bytes
 from pallas_ce.head import Batch, Head, HeadSpec, tempered
-from pallas_ce.parallel.entry import over_rows_only
+from pallas_ce.modes.how import How
+from pallas_ce.parallel.entry import streamed
+from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming.budget import budget
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles
 
@@ -69,7 +72,7 @@ def fold_with_lse[Found](
     columns: int,
 ) -> tuple[Found, Partial]:
     """`part` of the capped logits of each tile, joined, and the `Partial` that the tempered logits' lse is made of."""
-    untempered = head.with_low(batch._replace(inverse_temperature=None))
+    untempered = batch._replace(inverse_temperature=None)
 
     def both(tile: Tile) -> tuple[Found, Partial]:
         logits = head.tile_logits(untempered, tile)
@@ -88,36 +91,37 @@ def lse_partial(
     return partial_of_tile(tempered(logits, inverse_temperature), columns, valid, None, None, LSE)
 
 
-def over_rows_that_count[ByRow, Shared, Out](
-    visit: Callable[[ByRow, Shared, Plan], Out],
-    plan_for: Callable[[int], Plan],
+def over_rows_that_count[Out](
+    how: How,
+    visit: Callable[..., Out],
+    block_sizes: Callable[[How, int], Plan],
     empty: Callable[[int], Out],
-    by_row: ByRow,
-    shared: Shared,
-    mask: jax.Array | None,
+    rows: RowArrays,
+    head: Head,
+    *shared: Any,
 ) -> Out:
     """`visit` of the rows that count, block by block; `empty` in the others, whose work is skipped.
 
     Args:
-        visit: `(by_row, shared, plan) -> out` of one block: trees of `[n, ...]`, the middle one of whole arrays.
-        plan_for: the block sizes of at least one row, as `Streams.block_sizes`.
+        how: how it is carried out.
+        visit: `(how, plan, rows, head, *shared) -> out` of one block, trees of `[n, ...]`.
+        block_sizes: `(how, tokens) -> plan` of at least one row.
         empty: `N -> out` of rows that do not count.
-        by_row: a tree of `[N, ...]`, whose first leaf is `[N, K]`.
-        shared: a tree of arrays that all rows share.
-        mask: `[N]` bool, which rows count; None: all.
+        rows: `[N, ...]`.
+        head: the head.
+        *shared: trees of arrays that all rows share.
     """
 
-    def operation(given: Any, shared: Any) -> Any:
-        by_row, mask = given
-        tokens = jax.tree.leaves(by_row)[0].shape[0]
+    def operation(how: How, local: Local, *shared: Any) -> tuple[Out, Arrays]:
+        rows, tokens = local.rows, local.rows.batch.hidden.shape[0]
         if tokens == 0:
-            return empty(0)
-        plan = plan_for(tokens)
+            return empty(0), NO_ARRAYS
+        plan, by_row = block_sizes(how, tokens), rows._replace(mask=None)
 
-        def body(block: RowBlock, out: Any) -> Any:
-            values = visit(jax.tree.map(block.take, by_row), shared, plan)
+        def body(block: RowBlock, out: Out) -> Out:
+            values = visit(how, plan, jax.tree.map(block.take, by_row), local.head, *shared)
             return jax.tree.map(block.put, out, values)
 
-        return Rows.counted(mask).blocks(tokens, plan.rows).for_each(body, empty(tokens))
+        return Rows.counted(rows.mask).blocks(tokens, plan.rows).for_each(body, empty(tokens)), NO_ARRAYS
 
-    return over_rows_only(operation)((by_row, mask), shared)
+    return streamed(how, operation, whole_head=True)(rows, head, NO_ARRAYS, *shared)[0]

@@ -9,7 +9,7 @@ from jax import lax
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head
 from pallas_ce.modes.call import Operands
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics.row import finalise, struct
@@ -38,49 +38,46 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
 
 
 def forward_statistics(
-    settings: Settings, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
+    how: How, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
 ) -> Statistics:
     """Primitive statistics `[...]` of the rows that count, 0 in the others.
 
     Memory that hidden's gradient will take is free for a copy of hidden where this comes `before_gradient`.
     """
     with jax.named_scope("pallas_ce.forward"):
-        operation = streamed(settings, functools.partial(_local_statistics, names, before_gradient))
+        operation = streamed(how, functools.partial(_local_statistics, names, before_gradient))
         return operation(RowArrays(operands.batch, operands.mask), operands.head, NO_ARRAYS)[0]
 
 
-def _local_statistics(
-    names: frozenset[str], before_gradient: bool, settings: Settings, local: Local
-) -> tuple[Statistics, None]:
+def _local_statistics(names: frozenset[str], before_gradient: bool, how: How, local: Local) -> tuple[Statistics, None]:
     """The statistics of the rows that came in on one device."""
     shards, rows, head, _ = local
-    hidden, backend = rows.batch.hidden, settings.backend
-    tokens, whole = hidden.shape[0], settings.block_sizes(head.spec, hidden.shape[0], None)
+    hidden, backend = rows.batch.hidden, how.backend
+    tokens, whole = hidden.shape[0], how.block_sizes(head.spec, hidden.shape[0], None)
 
-    def visit(counted: Rows, plan: Plan) -> Statistics:
+    def visit(mask: jax.Array | None, plan: Plan) -> Statistics:
+        """Of the rows that `mask` counts; where it is None of all, 0 in those that do not count."""
+
         def body(block: RowBlock, found: Statistics) -> Statistics:
             block_batch = jax.tree.map(block.take, rows.batch)
             partial = backend.statistics(head, block_batch, names, plan, block.filled)
             return put_all(block, found, finalise(shards.merge(partial, head), names))
 
-        blocks = counted.blocks(tokens, plan.rows, skipped=plan.skips_rows)
-        return blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)
+        blocks = Rows.counted(mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
+        found = blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)
+        return found if mask is not None else zeroed(rows.mask, found)
 
-    # One way, with one kernel to compile, where a choice would have two.
     if rows.mask is None or (before_gradient and whole.skips_rows and whole.rows >= tokens):
-        return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None
+        # One way, with one kernel to compile, where a choice would have two.
+        return shards.own_rows(visit(rows.mask, whole)), None
     # To pack all rows at once would take a copy of hidden's size.
     steps = _GATHERED_BYTES // (_GATHERED_STEP * head.spec.hidden_size * hidden.dtype.itemsize)
-    parts = settings.block_sizes(head.spec, min(tokens, _GATHERED_STEP * max(1, steps)), None)
+    parts = how.block_sizes(head.spec, min(tokens, _GATHERED_STEP * max(1, steps)), None)
     parts = parts._replace(columns=min(parts.columns, whole.columns))  # what the smaller blocks free stays free
     if parts.rows >= whole.rows or (parts.skips_rows and not Tiles(tokens, parts.rows).few):
-        return shards.own_rows(visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))), None
+        return shards.own_rows(visit(rows.mask, min(whole, parts, key=lambda plan: plan.rows))), None
     # Rows do not depend on each other: those that do not count are worked on and left out.
     # Where a way has a loop, the host is told of the choice anyway.
     choice = device_cond if parts.skips_rows else lax.cond
-    found = choice(
-        few_ignored(jnp.sum(rows.mask, dtype=jnp.int32), tokens),
-        lambda: zeroed(rows.mask, visit(Rows.counted(None), whole)),
-        lambda: visit(Rows.counted(rows.mask), parts),
-    )
-    return shards.own_rows(found), None
+    every, counted = functools.partial(visit, None, whole), functools.partial(visit, rows.mask, parts)
+    return shards.own_rows(choice(few_ignored(rows.mask), every, counted)), None

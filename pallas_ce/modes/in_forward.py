@@ -20,7 +20,7 @@ from jax import lax
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.modes.call import Call, Known, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import NO_AXES, Local, RowArrays, Shards, psum
@@ -52,63 +52,63 @@ def with_handle(
 
 
 def forward(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
+    call: Call, operands: Operands, needs_grad: PerInput[bool] | None
 ) -> tuple[tuple[Statistics, jax.Array], PerInput[jax.Array]]:
     """Statistics and handle; kept are the sums that the gradients come from."""
     if (known := operands.known) is None:
         known = keep(call, operands, needs_grad or NO_GRADIENT)
     found = only(known.statistics, call.names)
     kept = known.sums.map(lambda x: absent() if x is None else x)
-    return with_handle(found, operands.inputs, operands.head.spec.accumulator, call.settings.total), kept
+    return with_handle(found, operands.inputs, operands.head.spec.accumulator, call.how.total), kept
 
 
 def backward(
-    call: Call[Settings],
+    call: Call,
     operands: Operands,
     needs_grad: PerInput[bool],
     kept: PerInput[jax.Array],
     cotangents: tuple[Any, jax.Array | None],
 ) -> Arrays:
     """The sums times the handle's cotangent."""
-    upstream, shards = cotangents[1], call.settings.shards or Shards()
+    upstream, shards = cotangents[1], call.how.shards or Shards()
     if upstream is None or not call.read:
         return NO_ARRAYS
     return finish(operands, kept.where(needs_grad), psum(upstream, shards.cotangents_of_total), shards.sums)
 
 
-def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known:
+def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
     if not (any(needs_grad) and call.read):
-        return Known(forward_statistics(call.settings, call.names, operands))
-    settings, (by_row, shared) = call.settings, operands.inputs
-    if settings.shards is not None and operands.cotangent is None:
+        return Known(forward_statistics(call.how, call.names, operands))
+    how, (by_row, shared) = call.how, operands.inputs
+    if how.shards is not None and operands.cotangent is None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
-        settings = dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, sums=NO_AXES))
+        how = dataclasses.replace(how, shards=dataclasses.replace(how.shards, sums=NO_AXES))
     with jax.named_scope("pallas_ce.in_forward"):
         # Not the weight's dtype as the operation sees it: a gathered weight may be narrower.
         head, given = operands.head, NO_ARRAYS._replace(weight=operands.weight_sum)
         dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
-        operation = streamed(settings, functools.partial(_statistics_and_sums, call, needs_grad, dtype))
+        operation = streamed(how, functools.partial(_statistics_and_sums, call, needs_grad, dtype))
         rows = RowArrays(operands.batch, operands.mask, more=by_row)
         (found, hidden_sum), of_head = operation(rows, head, given, shared, operands.cotangent)
     return Known(found, of_head._replace(hidden=hidden_sum))
 
 
 def _statistics_and_sums(
-    call: Call[Any],
+    call: Call,
     needs_grad: PerInput[bool],
     weight_dtype: np.dtype,
-    settings: Settings,
+    how: How,
     local: Local,
     shared_inputs: Any,
     cotangent: jax.Array | None,
 ) -> tuple[tuple[Statistics, jax.Array | None], Arrays]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     shards, rows, head, given = local
-    spec, backend, tokens = head.spec, settings.backend, rows.batch.hidden.shape[0]
+    spec, backend, tokens = head.spec, how.backend, rows.batch.hidden.shape[0]
     wide, in_place, needs = spec.accumulator, local.adds_in_place, needed_products(needs_grad, spec.rank)
-    weight_sum = settings.weight_sum(spec, weight_dtype, needs_grad, shards, given=in_place)
-    plan = settings.block_sizes(spec, tokens, "in_forward", weight_sum)
+    weight_sum = how.weight_sum(spec, weight_dtype, needs_grad, shards, given=in_place)
+    plan = how.block_sizes(spec, tokens, "in_forward", weight_sum)
     alone = plan.rows >= tokens
     bits_shape = backend.weight_bits(spec, plan.rows) if weight_sum.narrow and not alone else None
     names = call.names | coef.saved_statistics(call.read)
@@ -146,10 +146,10 @@ def _statistics_and_sums(
         return put_all(block, found, statistics), shares, bits
 
     # A block that is the only one rounds its sum at once.
-    kept = settings.kept_dtype(spec, weight_dtype)
+    kept = how.kept_dtype(spec, weight_dtype)
     sum_dtype = kept if bits_shape or (alone and weight_sum.bytes) else wide
     # Hidden's does, too, each row being written once, unless more is to be made of it first.
-    kept_hidden = settings.kept_dtype(spec, rows.batch.hidden.dtype)
+    kept_hidden = how.kept_dtype(spec, rows.batch.hidden.dtype)
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
 
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
@@ -173,7 +173,7 @@ def _statistics_and_sums(
     return (shards.own_rows(found), hidden_sum), of_head
 
 
-def row_cotangents(call: Call[Any], statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
+def row_cotangents(call: Call, statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
     """d Σ row_total / d statistics, of those that it reads, for the block's valid rows; exactly 0 for the others."""
 
     def summed(varied: Statistics) -> jax.Array:

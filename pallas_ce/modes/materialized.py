@@ -9,7 +9,6 @@ float32 copy of narrower logits is ever larger than a block.
 On Hopper two kernels do so for all rows at once, without launches by the hundred: the second read misses the cache.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,102 +19,56 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends import select
-from pallas_ce.backends.protocol import Gradient, Materialized, Mode
+from pallas_ce.backends.protocol import Gradient, Materialized
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.modes.call import Call, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, put_all
+from pallas_ce.modes.how import How
 from pallas_ce.modes.in_forward import row_cotangents, with_handle
-from pallas_ce.modes.settings import Settings
-from pallas_ce.parallel.entry import at_lowering, over_rows_only
-from pallas_ce.parallel.shards import RowArrays
+from pallas_ce.parallel.entry import streamed
+from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import fields_of, finalise, only, partial_of_tile
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
-from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows, zeroed
 
 # Of a block of rows in the accumulator dtype, at most.
 _BLOCK_BYTES = 8 * 2**20
 
 
-def decide(
-    spec: HeadSpec,
-    logits: jax.Array,
-    implementation: str | None,
-    mode: Mode,
-    *,
-    chunk: int | None = None,
-    several: bool = False,
-) -> Settings:
-    """How a call is carried out.
-
-    Args:
-        spec: the logits' static facts.
-        logits: they may know their device.
-        implementation: the one asked for; None to choose.
-        mode: "in_forward" for a summed loss, whose dlogits are made with the statistics; else "recompute".
-        chunk: the most rows of a block; kernels take all rows at once, as they store nothing of a block's size.
-        several: whether each row has several targets.
-
-    Raises:
-        ValueError: the implementation asked for cannot serve the call.
-    """
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(
-            f"implementation={implementation!r} does not serve materialized logits: choose 'xla' or 'mosaic_gpu'"
-        )
-    # How many rows a device works on, under vmap and on a mesh, is known only there.
-    refused = functools.partial(refusal, spec=spec, several=several)
-    name, _, default = select.select(implementation, refused, logits, checked=bool(varying(logits)))
-    bound = None if chunk is None else chunk * spec.weight_rows * spec.accumulator.itemsize
-    return Settings(name, mode, bound, default=default)
-
-
-def refusal(implementation: str, spec: HeadSpec, rows: int | None = None, several: bool = False) -> str | None:
-    """Why an implementation cannot serve such logits, `rows` of them if known, as the end of a sentence; else None."""
-    kernels = _kernels(implementation)
-    if kernels is not None:
-        one_each = "its kernels read one index for each row, and index holds several; use 'xla'"
-        return one_each if several else kernels.refusal(spec, rows)
-    on_gpus = select.load(implementation).capabilities.cuda_only
-    return "it has no kernels for materialized logits" if on_gpus else None
-
-
-def forward(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
-) -> tuple[Statistics, Statistics]:
+def forward(call: Call, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[Statistics, Statistics]:
     """The statistics; keeps the ones that their derivatives read."""
     saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
-    found = row_statistics(call.settings, call.names | saved, operands)
+    found = row_statistics(call.how, call.names | saved, operands)
     return only(found, call.names), only(found, saved)
 
 
 def backward(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool], kept: Statistics, cotangents: Statistics
+    call: Call, operands: Operands, needs_grad: PerInput[bool], kept: Statistics, cotangents: Statistics
 ) -> Arrays:
     """dlogits from the statistics' cotangents."""
     del needs_grad
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
-    return NO_ARRAYS._replace(hidden=row_gradient(call.settings, operands, kept, cotangents))
+    return NO_ARRAYS._replace(hidden=row_gradient(call.how, operands, kept, cotangents))
 
 
 def forward_and_gradient(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
+    call: Call, operands: Operands, needs_grad: PerInput[bool] | None
 ) -> tuple[tuple[Statistics, jax.Array], tuple[jax.Array, jax.Array]]:
     """Statistics and handle; keeps dlogits and, where they are normalised, what undoes that, by row."""
     dlogits = factor = absent()
     if needs_grad and any(needs_grad) and call.read:
         with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
             operation = functools.partial(_statistics_and_gradient, call)
-            found, dlogits = _over_rows(call.settings, operation, operands, *operands.inputs)
+            found, dlogits = _over_rows(call.how, operation, operands, *operands.inputs)
         factor = found.get("factor", factor)
     else:
-        found = row_statistics(call.settings, call.names, operands)
+        found = row_statistics(call.how, call.names, operands)
     return with_handle(only(found, call.names), operands.inputs, operands.head.spec.accumulator), (dlogits, factor)
 
 
 def scaled_gradient(
-    call: Call[Settings],
+    call: Call,
     operands: Operands,
     needs_grad: PerInput[bool],
     kept: tuple[jax.Array, jax.Array],
@@ -129,40 +82,40 @@ def scaled_gradient(
     return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
 
 
-def row_statistics(settings: Settings, names: frozenset[str], operands: Operands) -> Statistics:
+def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
     """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
 
-    def operation(settings: Settings, rows: RowArrays, head: Head) -> Statistics:
+    def operation(how: How, rows: RowArrays, head: Head) -> Statistics:
         def body(block: RowBlock, found: Statistics) -> Statistics:
-            return put_all(block, found, _block_statistics(settings, names, head, jax.tree.map(block.take, rows)))
+            return put_all(block, found, _block_statistics(how, names, head, jax.tree.map(block.take, rows)))
 
-        return _blocks(settings, rows, head).for_each(body, empty_statistics(names, rows.batch, head))
+        return _blocks(how, rows, head).for_each(body, empty_statistics(names, rows.batch, head))
 
     with jax.named_scope("pallas_ce.materialized.forward"):
-        found: Statistics = _over_rows(settings, operation, operands)
+        found: Statistics = _over_rows(how, operation, operands)
     return found
 
 
-def row_gradient(settings: Settings, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
+def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
-    def operation(settings: Settings, rows: RowArrays, head: Head) -> jax.Array:
+    def operation(how: How, rows: RowArrays, head: Head) -> jax.Array:
         kept, cotangents = rows.more
         coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
             part = _block(block, rows._replace(more=(coefficients, kept)), buffer)
-            return block.put(buffer, _block_gradient(settings, head, part, *part.more))
+            return block.put(buffer, _block_gradient(how, head, part, *part.more))
 
-        return _blocks(settings, rows, head).for_each(body, rows.batch.hidden)
+        return _blocks(how, rows, head).for_each(body, rows.batch.hidden)
 
     with jax.named_scope("pallas_ce.materialized.backward"):
-        dlogits: jax.Array = _over_rows(settings, operation, operands, (kept, cotangents))
+        dlogits: jax.Array = _over_rows(how, operation, operands, (kept, cotangents))
     return dlogits
 
 
 def _statistics_and_gradient(
-    call: Call[Settings], settings: Settings, rows: RowArrays, head: Head, shared_inputs: Any
+    call: Call, how: How, rows: RowArrays, head: Head, shared_inputs: Any
 ) -> tuple[Statistics, jax.Array]:
     """Statistics and dlogits; where dlogits are divided by a power of two, that "factor" is among the statistics."""
     names = call.names | coef.saved_statistics(call.read)
@@ -171,46 +124,39 @@ def _statistics_and_gradient(
         found, buffer = carry
         part = _block(block, rows, buffer)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
-        statistics = lax.optimization_barrier(_block_statistics(settings, names, head, part))
+        statistics = lax.optimization_barrier(_block_statistics(how, names, head, part))
         cotangents = row_cotangents(call, statistics, block, (part.more, shared_inputs))
         coefficients = coef.select(coef.from_cotangents(cotangents, statistics), part.mask)
         if "factor" in found:
             coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
             statistics["factor"] = jnp.broadcast_to(factor, part.batch.leading)
-        dlogits = _block_gradient(settings, head, part, coefficients, statistics)
+        dlogits = _block_gradient(how, head, part, coefficients, statistics)
         return put_all(block, found, statistics), block.put(buffer, dlogits)
 
     found = empty_statistics(call.names, rows.batch, head)
     if _normalises(head.spec):
         found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
-    return _blocks(settings, rows, head).for_each(body, (found, rows.batch.hidden))
+    return _blocks(how, rows, head).for_each(body, (found, rows.batch.hidden))
 
 
-def _over_rows(
-    settings: Settings, operation: Callable[..., Any], operands: Operands, more: Any = (), *shared: Any
-) -> Any:
-    """`operation(settings, rows, head, *shared)`, split over the mesh, and of each part by what serves it.
+def _over_rows(how: How, operation: Callable[..., Any], operands: Operands, more: Any = (), *shared: Any) -> Any:
+    """`operation(how, rows, head, *shared)`, split over the mesh, and of each part by what serves it.
 
     `more` are `[..., *K]`, as the operation's results are; all rows share `shared`.
     """
 
-    def local(rows: RowArrays, head: Head, *shared: Any) -> Any:
-        variants: tuple[Settings, ...] = (settings,)
-        if settings.default is not None:
-            names = settings.implementation, settings.default.instead
-            chosen, instead = (dataclasses.replace(settings, implementation=name, default=None) for name in names)
-            served = refusal(chosen.implementation, head.spec, rows.batch.hidden.shape[0]) is None
-            variants = settings.default.variants(chosen, instead, served)
-        return at_lowering(variants, operation, rows, head, *shared)
+    def on_device(how: How, local: Local, *shared: Any) -> tuple[Any, Arrays]:
+        return operation(how, local.rows, local.head, *shared), NO_ARRAYS
 
-    return over_rows_only(local)(RowArrays(operands.batch, operands.mask, more), operands.head, *shared)
+    rows = RowArrays(operands.batch, operands.mask, more)
+    return streamed(how, on_device, whole_head=True)(rows, operands.head, NO_ARRAYS, *shared)[0]
 
 
-def _blocks(settings: Settings, rows: RowArrays, head: Head) -> RowBlocks:
+def _blocks(how: How, rows: RowArrays, head: Head) -> RowBlocks:
     """All rows, at least one: those that do not count need their zeros written too."""
     size = tokens = rows.batch.hidden.shape[0]
-    if _kernels(settings.implementation) is None:
-        bound = min(_BLOCK_BYTES, settings.scratch_bytes or _BLOCK_BYTES)
+    if _kernels(how.implementation) is None:
+        bound = min(_BLOCK_BYTES, how.scratch_bytes or _BLOCK_BYTES)
         size = min(tokens, max(1, bound // (head.spec.weight_rows * head.spec.accumulator.itemsize)))
     return Rows.counted(None).blocks(tokens, size)
 
@@ -230,10 +176,10 @@ def _block(block: RowBlock, rows: RowArrays, logits: jax.Array) -> RowArrays:
     return jax.tree.map(block.take, rows._replace(batch=rows.batch._replace(hidden=logits)))
 
 
-def _block_statistics(settings: Settings, names: frozenset[str], head: Head, rows: RowArrays) -> Statistics:
+def _block_statistics(how: How, names: frozenset[str], head: Head, rows: RowArrays) -> Statistics:
     """Primitive statistics of a block of rows; 0 in rows that do not count."""
     logits, labels = rows.batch.hidden, rows.batch.labels
-    if (kernels := _kernels(settings.implementation)) is not None:
+    if (kernels := _kernels(how.implementation)) is not None:
         partial = kernels.statistics(head, logits, names)
     else:
         columns, valid, u = _columns(head)
@@ -247,13 +193,13 @@ def _block_statistics(settings: Settings, names: frozenset[str], head: Head, row
 
 
 def _block_gradient(
-    settings: Settings, head: Head, rows: RowArrays, coefficients: coef.Coefficients, statistics: Statistics
+    how: How, head: Head, rows: RowArrays, coefficients: coef.Coefficients, statistics: Statistics
 ) -> jax.Array:
     """dlogits `[n, V']` of a block of rows, before or after rounding; exactly 0 in rows that do not count."""
     coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
     reference = statistics["max_logit"] if coefficients.need_probabilities else None
     gradient = Gradient(coefficients, reference, statistics.get("argmax"))
-    if (kernels := _kernels(settings.implementation)) is not None:
+    if (kernels := _kernels(how.implementation)) is not None:
         return kernels.dlogits(head, gradient, rows.batch, rows.mask)
     columns, valid, u = _columns(head)
     logits, labels, softcap = _capped(head, rows.batch.hidden), rows.batch.labels, head.spec.softcap

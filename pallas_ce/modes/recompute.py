@@ -20,7 +20,7 @@ from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.head import Head
 from pallas_ce.modes.call import Call, Operands
 from pallas_ce.modes.forward import Statistics, forward_statistics
-from pallas_ce.modes.settings import Settings
+from pallas_ce.modes.how import How
 from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays, psum
@@ -52,49 +52,45 @@ class _Kept(NamedTuple):
     head: Head | None
 
 
-def forward(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
-) -> tuple[Statistics, _Kept | None]:
+def forward(call: Call, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[Statistics, _Kept | None]:
     """The statistics; keeps the ones that their derivatives read."""
-    settings, known, whole = call.settings, operands.known, None
+    how, known, whole = call.how, operands.known, None
     saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
     # Under `jit` the partitioner sees to it.
-    if needs_grad is not None and settings.shards is not None and settings.shards.gathered:
-        whole = settings.shards.gather(operands.head)
-        settings, operands = _handed_whole(settings), operands._replace(head=whole)
+    if needs_grad is not None and how.shards is not None and how.shards.gathered:
+        whole = how.shards.gather(operands.head)
+        how, operands = _handed_whole(how), operands._replace(head=whole)
     if known is None:
         before_gradient = needs_grad is not None and (needs_grad.hidden or needs_grad.logit_scale)
-        found = forward_statistics(settings, call.names | saved, operands, before_gradient=before_gradient)
+        found = forward_statistics(how, call.names | saved, operands, before_gradient=before_gradient)
     else:
         found = known.statistics
     return only(found, call.names), _Kept(only(found, saved), whole)
 
 
-def backward(
-    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: Statistics
-) -> Arrays:
+def backward(call: Call, operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: Statistics) -> Arrays:
     """Gradients from the statistics' cotangents."""
-    settings, head = call.settings, operands.head
+    how, head = call.how, operands.head
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
-    if settings.shards is not None:
-        cotangents = {name: psum(g, settings.shards.cotangents_by_row) for name, g in cotangents.items()}
+    if how.shards is not None:
+        cotangents = {name: psum(g, how.shards.cotangents_by_row) for name, g in cotangents.items()}
     with jax.named_scope("pallas_ce.recompute"):
         given = NO_ARRAYS._replace(weight=operands.weight_sum)
         dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
         gradients = functools.partial(_gradients, needs_grad, dtype)
         if kept.head is not None:
-            settings, head = _handed_whole(settings), kept.head
+            how, head = _handed_whole(how), kept.head
         rows = RowArrays(operands.batch, operands.mask, (kept.statistics, cotangents))
-        return finished(operands, *streamed(settings, gradients)(rows, head, given))
+        return finished(operands, *streamed(how, gradients)(rows, head, given))
 
 
-def _handed_whole(settings: Settings) -> Settings:
-    assert settings.shards is not None
-    return dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, handed_whole=True))
+def _handed_whole(how: How) -> How:
+    assert how.shards is not None
+    return dataclasses.replace(how, shards=dataclasses.replace(how.shards, handed_whole=True))
 
 
 def _gradients(
-    needs_grad: PerInput[bool], weight_dtype: np.dtype, settings: Settings, local: Local
+    needs_grad: PerInput[bool], weight_dtype: np.dtype, how: How, local: Local
 ) -> tuple[jax.Array | None, Arrays]:
     shards, rows, head, _ = local
     kept, cotangents = rows.more
@@ -103,8 +99,8 @@ def _gradients(
     coefficients = coef.measured_from_largest(coefficients, kept.get("log_sum"))
     reference = kept["max_logit"] if coefficients.need_probabilities else None
     argmax = shards.columns(kept["argmax"], head) if coefficients.argmax is not None else None
-    backend, tokens = settings.backend, rows.batch.hidden.shape[0]
-    plan, needs = settings.block_sizes(head.spec, tokens, "recompute"), needed_products(needs_grad, head.spec.rank)
+    backend, tokens = how.backend, rows.batch.hidden.shape[0]
+    plan, needs = how.block_sizes(head.spec, tokens, "recompute"), needed_products(needs_grad, head.spec.rank)
 
     def products(block: RowBlock) -> TileStep:
         block_coefficients = coef.select(jax.tree.map(block.take, coefficients), block.valid)

@@ -6,7 +6,7 @@ backward takes one more, beside the student's two products. The teacher is a con
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.evaluate import differentiable
 from pallas_ce.modes.fold import Streams, over_rows_that_count
+from pallas_ce.modes.how import How
 from pallas_ce.modes.recompute import finished, gradient_sums
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import Local, RowArrays, Shards
+from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics import divergences as pairs
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
@@ -49,15 +50,11 @@ class Teacher(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Static facts of one call; `shards` says how the rows are split inside a `shard_map`, None elsewhere."""
+    """Static facts of one call."""
 
     divergence: Divergence
     streams: Streams
-    shards: Shards | None
-
-    def variants(self, head: Head) -> tuple["Pair"]:
-        """The one way for every platform."""
-        return (self,)
+    how: How
 
 
 def _forward(pair: Pair, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[jax.Array, PairStatistics]:
@@ -76,9 +73,8 @@ def _backward(
 ) -> Arrays:
     teacher: Teacher = operands.inputs
     with jax.named_scope("pallas_ce.distillation"):
-        operation = streamed(pair, functools.partial(_gradients, needs_grad), whole_head=True)
-        more = (teacher.hidden, found, cotangent)
-        rows = RowArrays(operands.batch, operands.mask, more=more)
+        operation = streamed(pair.how, functools.partial(_gradients, needs_grad, pair), whole_head=True)
+        rows = RowArrays(operands.batch, operands.mask, more=(teacher.hidden, found, cotangent))
         return finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
 
 
@@ -92,8 +88,7 @@ Both = tuple[Batch, Batch, Head, Head]
 
 
 def _both(batch: Batch, teacher_hidden: jax.Array, head: Head, teacher: Head) -> Both:
-    student = head.with_low(batch._replace(inverse_temperature=None))
-    return student, teacher.with_low(Batch(teacher_hidden)), head, teacher
+    return batch._replace(inverse_temperature=None), teacher.with_low(Batch(teacher_hidden)), head, teacher
 
 
 def _tile_logits(both: Both, tile: Tile) -> tuple[jax.Array, jax.Array]:
@@ -114,9 +109,8 @@ def _log_probs(
 def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
     divergence, spec, teacher = pair.divergence, operands.head.spec, operands.inputs
 
-    def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
-        batch, teacher_hidden = by_row
-        inverse, both = batch.inverse_temperature, _both(batch, teacher_hidden, *heads)
+    def visit(how: How, plan: Plan, rows: RowArrays, head: Head, teacher: Head) -> PairStatistics:
+        inverse, both = rows.batch.inverse_temperature, _both(rows.batch, rows.more, head, teacher)
         tiles = Tiles(spec.vocab_size, plan.columns)
 
         def part(tile: Tile) -> PairPartial:
@@ -129,8 +123,7 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
             return found
 
         def mixture_part(tile: Tile) -> tuple[jax.Array, jax.Array]:
-            logits = _tile_logits(both, tile)
-            return pairs.mixture_sums(divergence, *_log_probs(logits, inverse, found, tile.valid))
+            return pairs.mixture_sums(divergence, *_log_probs(_tile_logits(both, tile), inverse, found, tile.valid))
 
         value, expected = tiles.fold(mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         return found._replace(value=pairs.not_negative(value), expected=expected)
@@ -140,12 +133,21 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
         return PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros)
 
     with jax.named_scope("pallas_ce.divergence"):
-        by_row = (operands.batch, teacher.hidden)
-        heads = operands.head, teacher.head
-        return over_rows_that_count(visit, pair.streams.block_sizes, empty, by_row, heads, operands.mask)
+        rows = RowArrays(operands.batch, operands.mask, more=teacher.hidden)
+        return over_rows_that_count(
+            pair.how,
+            visit,
+            lambda how, tokens: pair.streams.block_sizes(tokens),
+            empty,
+            rows,
+            operands.head,
+            teacher.head,
+        )
 
 
-def _gradients(needs_grad: PerInput[bool], pair: Pair, local: Local, teacher: Head) -> tuple[jax.Array | None, Arrays]:
+def _gradients(
+    needs_grad: PerInput[bool], pair: Pair, how: How, local: Local, teacher: Head
+) -> tuple[jax.Array | None, Arrays]:
     _, rows, head, _ = local
     inverse, mask = rows.batch.inverse_temperature, rows.mask
     teacher_hidden, found, cotangent = rows.more

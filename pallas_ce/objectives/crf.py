@@ -95,8 +95,7 @@ def linear_chain_crf(
     if emissions.ndim < 2 or 0 in emissions.shape[-2:]:
         raise ValueError(f"emissions has shape {emissions.shape}; it must be [..., T, K] with T and K at least 1")
     *batch, length, candidates = emissions.shape
-    if not jnp.issubdtype(tags.dtype, jnp.integer):
-        raise TypeError(f"tags have dtype {tags.dtype}; they must be integers")
+    arguments.integers("tags have", tags, "they must be integers")
     if tags.shape != (*batch, length):
         raise ValueError(f"tags have shape {tags.shape}; emissions' {(*batch, length)} is needed")
     square = (candidates, candidates)

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import low_rank
+from pallas_ce.api import specs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
-from pallas_ce.api.low_rank import WeightLike
-from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.specs import PrecisionLike, WeightLike
 from pallas_ce.head import common_dtype
 from pallas_ce.statistics.cross_entropy import Metrics
 
@@ -109,7 +108,7 @@ def multi_task_cross_entropy(
                 raise TypeError(f"options is a {type(task.options).__name__}; it must be a mapping of names to values")
             if "return_metrics" in task.options or task.options.get("reduction") == "none":
                 raise ValueError("options may have neither return_metrics nor reduction='none': losses are scalars")
-            compute = dtype or common_dtype(hidden.dtype, low_rank.read(task.weight).weight.dtype)
+            compute = dtype or common_dtype(hidden.dtype, specs.read_weight(task.weight).weight.dtype)
             options = {"dtype": compute, "precision": precision, **task.options, "return_metrics": True}
             losses[name], metrics[name] = linear_cross_entropy(wide, task.weight, task.labels, **options)
             total += jnp.asarray(arguments.scalar("task_weight", task.task_weight), losses[name].dtype) * losses[name]

@@ -10,17 +10,16 @@ from jax import lax
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike, ids
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import WeightOptions
-from pallas_ce.api.low_rank import LowRank, WeightLike
+from pallas_ce.api.head_options import SampledOptions
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.row_statistics import linear_row_statistics
+from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import Batch
 from pallas_ce.objectives import class_samplers
 from pallas_ce.objectives.class_samplers import ClassSampler, Name
 from pallas_ce.parallel.entry import program, replicated
 from pallas_ce.parallel.mesh_axes import MeshAxes
-from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import present
 
@@ -36,12 +35,9 @@ def sampled_softmax_cross_entropy(
     sampler: Name | ClassSampler = "log_uniform",
     log_expected_correction: bool = True,
     ignore_index: int | None = -100,
-    token_weights: ArrayLike | None = None,
-    reduction: Reduction = "mean",
-    normalizer: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     implementation: Implementation | None = None,
-    **options: Unpack[WeightOptions],
+    **options: Unpack[SampledOptions],
 ) -> jax.Array:
     r"""Cross entropy over each token's label and S sampled classes, which all tokens share.
 
@@ -70,8 +66,6 @@ def sampled_softmax_cross_entropy(
             object each time. Its ids must be different, and lie in `[0, V)`: the loss is nan where they are not.
         log_expected_correction: subtract log Q; without it the sampled logits are used as they are.
         ignore_index: tokens with this label do not count.
-        token_weights: w `[...]`, differentiable.
-        reduction: "mean", "sum" or "none" for `[...]`.
         normalizer: scalar for the mean; by default Σ w over the tokens that count.
         bias: `[V']`.
         logit_scale: the logits' scale; not 0 where a correction is subtracted.
@@ -108,9 +102,6 @@ def sampled_softmax_cross_entropy(
         ids("labels", labels),
         bias=bias,
         ignore_index=ignore_index,
-        token_weights=token_weights,
-        reduction=reduction,
-        normalizer=normalizer,
         implementation=implementation,
         **options,
     )

@@ -6,15 +6,15 @@ for each example, the operation maps over the batch, one example's scratch at a 
 
 Under `jit` on a mesh, XLA cannot see through a kernel: left to itself it gathers the weight on every device.
 `custom_partitioning` hands the decision to `partitioning.split`. Inside, where a device's share of the work is known,
-`at_lowering` leaves the choice of a backend to the lowering. All this needs automatic mesh axes: see `program`.
+the choice of a backend is left to the lowering. All this needs automatic mesh axes: see `program`.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +24,23 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.extend import core as jex
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_ce.head import Batch, Head
-from pallas_ce.parallel.partitioning import Names, apart_over_width, row_names, spec_of, split, weight_names
-from pallas_ce.parallel.reverse_mode import in_reverse_mode
+from pallas_ce.head import Head
+from pallas_ce.parallel.partitioning import (
+    Names,
+    apart_over_width,
+    known_device,
+    row_names,
+    spec_of,
+    split,
+    weight_names,
+)
+from pallas_ce.parallel.reverse_mode import FORWARD_MODE, REFUSAL
 from pallas_ce.parallel.shards import Axes, Local, RowArrays, Shards, without
-from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
 
 # `(rows, head, sums, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions. Leaves
 # of `sums`, which are added to, and of `of_head` have the names and shapes of the head's arrays. `shared` are whole
-# arrays. Without a head it is None, and so are `sums`.
+# arrays.
 Operation = Callable[..., tuple[Any, Any]]
 
 
@@ -57,97 +64,55 @@ def program[Out](
             facts, arrays = arguments[:static], arguments[static:]
             shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arrays)]
             mesh = next((x.mesh for x in shardings if AxisType.Explicit in (x.mesh.axis_types or ())), None)
-            if mesh is None:
-                return in_reverse_mode(jitted, *arguments)
-            whole, as_rows = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((), shardings[0].spec[:-1]))
-
-            def place(of: Any) -> NamedSharding:
-                return (as_rows if of else whole) if isinstance(of, bool) else jax.typeof(of).sharding
-
-            places = jax.tree.map(place, by_row(*arguments))
             inside = functools.partial(jitted, *facts)
-            return in_reverse_mode(jax.sharding.auto_axes(inside, out_sharding=places), *arrays)
+            if mesh is not None:
+                whole, as_rows = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((), shardings[0].spec[:-1]))
+                places = jax.tree.map(
+                    lambda of: (as_rows if of else whole) if isinstance(of, bool) else jax.typeof(of).sharding,
+                    by_row(*arguments),
+                )
+                inside = jax.sharding.auto_axes(inside, out_sharding=places)
+            try:
+                return inside(*arrays)
+            except TypeError as error:
+                if FORWARD_MODE not in str(error):
+                    raise
+                raise NotImplementedError(REFUSAL) from error
 
         return run
 
     return decorate
 
 
-class How(Protocol):
-    """How an operation is carried out."""
-
-    @property
-    def shards(self) -> Shards | None:
-        """How it is split inside a `shard_map`; where None, `jit`'s partitioner splits it on a mesh."""
-        ...
-
-    def variants(self, head: Head, /) -> Sequence[Self]:
-        """How one device's share is, with the head that it works on; see `at_lowering`."""
-        ...
-
-
-def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]], *, whole_head: bool = False) -> Operation:
-    """`operation(how, local, *shared)` as an `Operation` on rows of any leading shape.
+def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head: bool = False) -> Operation:
+    """`operation(how, local, *shared)` as an `Operation` on rows of any leading shape, mapped by `vmap`.
 
     It is called for one device, with what that works on: flat rows `[N, ...]`, and its part of the head. Under `jit`
     that is the `whole_head` for operations that know no part of one.
+
+    `how`, static and hashable, has `shards`, how the operation is split inside a `shard_map`; where None, `jit`'s
+    partitioner splits it on a mesh. Its `variants(local)` are how a device's share is carried out: one way for every
+    platform, or one for CUDA and one for the others.
     """
 
     def on_device(shards: Shards, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
-        rows, head = shards.enter(rows, head)
-        rows = rows._replace(batch=head.with_low(rows.batch))
-
-        def local(how: H, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
-            return operation(how, Local(shards, rows, head, sums), *shared)
-
-        return at_lowering(how.variants(head), local, rows, head, sums, *shared)
-
-    return _flat_and_split(how.shards, on_device, whole_head)
-
-
-def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """As `streamed`, for an operation whose head, if it has one, is not split: `(by_row, *shared) -> by_row`.
-
-    `by_row` is any tree of `[..., *K]` leaves, the first of them `[..., K]`; the operation sees them flat.
-    """
-
-    def entered(by_row: Any, *shared: Any) -> Any:
-        (first, *others), structure = jax.tree.flatten(by_row)
-
-        def headless(shards: Shards, rows: RowArrays, head: None, sums: None, *shared: Any) -> tuple[Any, None]:
-            del shards, head, sums
-            return operation(jax.tree.unflatten(structure, [rows.batch.hidden, *rows.more]), *shared), None
-
-        return _flat_and_split(None, headless, whole_head=True)(
-            RowArrays(Batch(first), None, more=others), None, None, *shared
-        )[0]
-
-    return entered
-
-
-def at_lowering[Variant, Out](variants: Sequence[Variant], operation: Callable[..., Out], *arrays: Any) -> Out:
-    """`operation(variant, *arrays)`: the first of `variants` in a program lowered for CUDA, the second in any other.
-
-    Both are traced and must return the same types; only one is lowered. A single variant is for every platform.
-    """
-    cuda, *others = (functools.partial(operation, variant) for variant in variants)
-    if not others:
-        return cuda(*arrays)
-    (default,) = others
-    return lax.platform_dependent(*arrays, cuda=cuda, default=default)
-
-
-def _flat_and_split(shards: Shards | None, operation: Callable[..., tuple[Any, Any]], whole_head: bool) -> Operation:
-    """`operation(shards, rows, head, sums, *shared)`, which sees flat rows, mapped by `vmap`."""
-
-    def flat(shards: Shards, rows: RowArrays, *more: Any) -> tuple[Any, Any]:
         leading = rows.batch.leading
-        by_row, of_head = operation(shards, flat_rows(leading, rows), *more)
+        rows, head = shards.enter(flat_rows(leading, rows), head)
+        local = Local(shards, rows._replace(batch=head.with_low(rows.batch)), head, sums)
+        cuda, *others = (functools.partial(operation, variant) for variant in how.variants(local))
+        if others:  # both are traced and must return the same types; only one is lowered
+            by_row, of_head = lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])
+        else:
+            by_row, of_head = cuda(local, *shared)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
 
-    if automatic := automatic_axes():
-        return over_rows(_made_manual(flat, shards or Shards(), automatic, whole_head))
-    return over_rows(_partitioned(flat, whole_head) if shards is None else functools.partial(flat, shards))
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.manual_axes and mesh.shape[axis] > 1}
+    if automatic:
+        return over_rows(_made_manual(on_device, how.shards or Shards(), automatic, whole_head))
+    if how.shards is None:
+        return over_rows(_partitioned(on_device, whole_head))
+    return over_rows(functools.partial(on_device, how.shards))
 
 
 def _made_manual(
@@ -160,10 +125,9 @@ def _made_manual(
     weight that is gathered over the vocabulary: parts of its parts would not be one run of columns.
     """
 
-    def entered(rows: RowArrays, head: Head | None, sums: Any, *shared: Any) -> tuple[Any, Any]:
-        parted = None if whole_head else head
+    def entered(rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
         axes: Axes = ()
-        entries = 1 if parted is None or shards.gathered_vocabulary else parted.spec.weight_rows
+        entries = 1 if whole_head or shards.gathered_vocabulary else head.spec.weight_rows
         for axis in automatic:
             if entries % math.prod(automatic[a] for a in (*axes, axis)) == 0:
                 axes = (*axes, axis)
@@ -172,10 +136,11 @@ def _made_manual(
         inner = dataclasses.replace(shards, vocabulary=shards.vocabulary + axes, sums=over)
 
         def places(head_arrays: Any) -> Any:
-            names = iter(_names_of_head(head_arrays, parted))
-            return jax.tree.map(
-                lambda _: PartitionSpec(*(axes if name == "vocabulary" else None for name in next(names))), head_arrays
-            )
+            def place(path: Any, _: Any) -> PartitionSpec:
+                names = _names_of_head(path, None if whole_head else head)
+                return PartitionSpec(*(axes if name == "vocabulary" else None for name in names))
+
+            return jax.tree.map_with_path(place, head_arrays)
 
         whole = PartitionSpec()
         # `shard_map` has to be told which results there are, and only a trace tells which gradients are asked for.
@@ -191,44 +156,32 @@ def _made_manual(
     return entered
 
 
-def automatic_axes() -> dict[str, int]:
-    """The axes of several devices that the surrounding `shard_map`, if there is one, leaves automatic."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.manual_axes and mesh.shape[axis] > 1}
-
-
 def over_rows(operation: Operation) -> Operation:
     """Gives `operation`, on pytrees of rows and of what all rows share, its `vmap` rule."""
-
-    @custom_vmap
-    def batched(by_row: Any, *shared: Any) -> tuple[Any, Any]:
-        return operation(by_row, *shared)
+    batched = custom_vmap(operation)
 
     @batched.def_vmap
     def rule(size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
         is_batched = jax.tree.unflatten(jax.tree.structure(arguments), jax.tree.leaves(in_batched))
-        per_example = jax.eval_shape(operation, *jax.tree.map(_one_example, arguments, is_batched))
+        per_example = jax.eval_shape(
+            operation,
+            *jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[b:], x.dtype), arguments, is_batched),
+        )
         if size == 0:
             out = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), per_example)
         elif any(jax.tree.leaves(is_batched[1:])) or jax.tree.leaves(per_example[1]):
             out = _map(batched, arguments, is_batched)
         else:
-            out = batched(_fold(size, arguments[0], is_batched[0]), *arguments[1:])
+            # The batch is one more leading dimension of every array by row.
+            folded = jax.tree.map(
+                lambda x, b: x if b else lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1))),
+                arguments[0],
+                is_batched[0],
+            )
+            out = batched(folded, *arguments[1:])
         return out, jax.tree.map(lambda _: True, out)
 
     return batched
-
-
-def _one_example(x: jax.Array, is_batched: bool) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[1:] if is_batched else x.shape, x.dtype)
-
-
-def _fold(size: int, by_row: Any, is_batched: Any) -> Any:
-    """The batch as one more leading dimension of every leaf."""
-    return jax.tree.map(
-        lambda x, flag: x if flag else lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1))),
-        by_row, is_batched,
-    )  # fmt: skip
 
 
 def _map(operation: Operation, arguments: tuple[Any, ...], is_batched: Any) -> tuple[Any, Any]:
@@ -246,25 +199,24 @@ def _map(operation: Operation, arguments: tuple[Any, ...], is_batched: Any) -> t
 def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) -> Operation:
     """`operation(Shards(), rows, ...)`, which XLA's partitioner splits; a whole head's by the rows only."""
 
-    def entered(rows: RowArrays, head: Head | None, sums: Any, *shared: Any) -> tuple[Any, Any]:
+    def entered(rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten((rows, head, sums, *shared))
-
-        def flat(shards: Shards, leaves: Sequence[jax.Array]) -> tuple[Any, Any]:
-            return operation(shards, *jax.tree.unflatten(structure, leaves))
-
         with known_device(leaves):  # where nothing is split, this trace runs
-            whole, results = jax.make_jaxpr(functools.partial(flat, Shards()), return_shape=True)(leaves)
+            trace = jax.make_jaxpr(functools.partial(operation, Shards()), return_shape=True)
+            whole, results = trace(rows, head, sums, *shared)
         out_structure, count = jax.tree.structure(results), len(leaves)
         # Printing, say, custom_partitioning cannot lower, nor anything for a mesh without devices, which none will run.
-        if whole.effects or _without_devices(leaves):
+        meshes = (jax.typeof(x).sharding.mesh for x in leaves)
+        if whole.effects or any(mesh.size > 1 and mesh.abstract_mesh.abstract_device is None for mesh in meshes):
             return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
         # Arrays from a closure are operands too. The partitioner keeps what it is given, so it gets shapes, no tracers.
         jaxpr, consts = whole.jaxpr, whole.consts
-        gatherable = len(jax.tree.leaves((rows, head)))
-        rows, head, shared = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (rows, head, shared))
+        rows, head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (rows, head))
         parted = None if whole_head else head
-        names = _names(rows, parted, sums, (head if whole_head else None, shared, consts))
-        out_names = _out_names(results, rows, parted)
+        in_names = _names("in", rows, parted, [*leaves, *consts], rows, (head, sums))
+        out_names = _names("out", rows, parted, jax.tree.leaves(results), *results)
+        of_rows = len(jax.tree.leaves(rows))
+        gatherable = of_rows + len(jax.tree.leaves(head))
 
         @custom_partitioning
         def call(*operands: jax.Array) -> list[jax.Array]:
@@ -294,17 +246,17 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
                     rows, head, *more = jax.tree.unflatten(structure, operands[:count])
                     return jax.tree.leaves(operation(shards, *apart.joined(rows, head), *more))
 
-            places = [place(d, taken if i < gatherable else axes) for i, d in enumerate(names)]
+            places = [place(d, taken if i < gatherable else axes) for i, d in enumerate(in_names)]
             if apart.hidden:
                 by_row = {name: without(axes[name], apart.hidden) for name in row_names(rows)}
-                places[0] = place(names[0], by_row | {names[0][-1]: apart.hidden})
+                places[0] = place(in_names[0], by_row | {in_names[0][-1]: apart.hidden})
             if apart.weight:
-                first = len(jax.tree.leaves(rows))  # of the head's arrays
-                places[first] = place(names[first], taken | {"width": taken["width"] + apart.weight})
+                placed = taken | {"width": taken["width"] + apart.weight}
+                places[of_rows] = place(in_names[of_rows], placed)  # the head's first array
             return mesh, local, [place(d, axes) for d in out_names], tuple(places)
 
         rule = SdyShardingRule(
-            tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)
+            tuple(ArrayMapping(*dims) for dims in in_names), tuple(ArrayMapping(*dims) for dims in out_names)
         )
         # JAX itself fails to name the mesh axes of a layout that splits several dimensions over parts of one.
         call.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
@@ -313,37 +265,25 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
     return entered
 
 
-def _without_devices(arrays: Iterable[jax.Array]) -> bool:
-    """Whether the arrays lie on a mesh that the caller made without devices, to look at a program for it."""
-    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
-    return any(mesh.size > 1 and mesh.abstract_mesh.abstract_device is None for mesh in meshes)
+def _names(
+    prefix: str, rows: RowArrays, head: Head | None, leaves: list[Any], by_row: Any, of_head: Any
+) -> list[Names]:
+    """The dimensions of `leaves`: the ones of `by_row`, of `of_head`, then of whole arrays.
 
-
-def _names(rows: RowArrays, head: Head | None, sums: Any, shared: Any) -> list[Names]:
-    """The dimensions of every leaf of `(rows, head, sums, *shared)`."""
-    leaves = jax.tree.leaves((rows, head, sums, *shared))
-    known = [row_names(rows)] * len(jax.tree.leaves(rows)) + _names_of_head((head, sums), head)
-    return _with_whole("in", leaves, known)
-
-
-def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> list[Names]:
-    """The dimensions of every leaf of an operation's results."""
-    by_row = [row_names(rows)] * len(jax.tree.leaves(results[0]))
-    return _with_whole("out", jax.tree.leaves(results), by_row + _names_of_head(results[1], head))
-
-
-def _names_of_head(arrays: Any, head: Head | None) -> list[Names]:
-    """For each leaf of `arrays`, named as the head's, the names of its dimensions that may be split."""
-    weight, entries = weight_names(head), () if head is None else ("vocabulary",)
-    given: dict[str, Names] = {"weight": weight, "bias": entries, "up": entries}
-    return [given.get(path[-1].name, ()) for path, _ in jax.tree.leaves_with_path(arrays)]
-
-
-def _with_whole(prefix: str, leaves: list[jax.Array], known: list[Names]) -> list[Names]:
-    """Names for all dimensions: those that are left whole get one each, since equal names would mean equal sizes."""
+    A dimension that stays whole gets a name of its own, since equal names would mean equal sizes.
+    """
+    known = [row_names(rows)] * len(jax.tree.leaves(by_row))
+    known += [_names_of_head(path, head) for path, _ in jax.tree.leaves_with_path(of_head)]
+    known += [()] * (len(leaves) - len(known))
     new = (f"{prefix}{i}" for i in itertools.count())
-    known = known + [()] * (len(leaves) - len(known))
     return [(*names, *itertools.islice(new, x.ndim - len(names))) for x, names in zip(leaves, known, strict=True)]
+
+
+def _names_of_head(path: Any, head: Head | None) -> Names:
+    """The names of the dimensions that may be split of an array named as the head's; none if the head is whole."""
+    entries: Names = () if head is None else ("vocabulary",)
+    names = {"weight": weight_names(head), "bias": entries, "up": entries}
+    return names.get(path[-1].name, ())
 
 
 def replicated(x: jax.Array) -> jax.Array:

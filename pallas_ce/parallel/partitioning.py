@@ -2,18 +2,22 @@
 
 The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes. `split` decides between
 data, tensor and sequence parallelism, FSDP, and their combinations, whatever the layout.
+
+A program is lowered after it was traced, for the device its arrays lie on; the process's default backend says nothing
+of it. But a mesh knows its devices, also where a program is only compiled for them: `known_device`.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, lay_out, without
@@ -45,6 +49,15 @@ def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | N
     def taken() -> Axes:
         return over_rows() + axes.get("vocabulary", ())
 
+    def bytes_of_hidden() -> int:
+        """A device's."""
+        return hidden.size * hidden.dtype.itemsize // _devices(mesh, over_rows())
+
+    def bytes_of_weight() -> int:
+        """Of a device's part, once its width is gathered."""
+        assert head is not None
+        return head.weight.size * head.spec.dtype.itemsize // _devices(mesh, axes["vocabulary"])
+
     def divided(name: str, axis: str) -> bool:
         """Whether the axis can split a dimension further, which it then does."""
         fits = sizes[name] % _devices(mesh, (*axes[name], axis)) == 0
@@ -71,16 +84,14 @@ def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | N
             continue
         choices = names
         if head is not None:
-            moves_weight = _weight_bytes(mesh, head, axes) < _hidden_bytes(mesh, rows, over_rows())
-            choices = (*names, "vocabulary") if moves_weight else ("vocabulary", *names)
+            choices = (*names, "vocabulary") if bytes_of_weight() < bytes_of_hidden() else ("vocabulary", *names)
         any(divided(name, axis) for name in choices)
     if head is None:
         return axes, lay_out(over_rows(), (), (), 0, 0)
     for name, axis in of_weight:
         if name == "width" and axis in over_rows():
             divided(name, axis)
-    of_hidden, of_head = _hidden_bytes(mesh, rows, over_rows()), _weight_bytes(mesh, head, axes)
-    return axes, lay_out(over_rows(), axes["vocabulary"], axes["width"], of_hidden, of_head)
+    return axes, lay_out(over_rows(), axes["vocabulary"], axes["width"], bytes_of_hidden(), bytes_of_weight())
 
 
 class Apart(NamedTuple):
@@ -123,17 +134,6 @@ def apart_over_width(mesh: Mesh, given: Any, rows: RowArrays, head: Head | None,
     return Apart(hidden, ends.index(True) if hidden else 0, weight)
 
 
-def _hidden_bytes(mesh: Mesh | AbstractMesh, rows: RowArrays, over_rows: Axes) -> int:
-    """The bytes of a device's hidden states."""
-    hidden = rows.batch.hidden
-    return hidden.size * hidden.dtype.itemsize // _devices(mesh, over_rows)
-
-
-def _weight_bytes(mesh: Mesh | AbstractMesh, head: Head, axes: dict[str, Axes]) -> int:
-    """The bytes of a device's part of the weight, once its width is gathered."""
-    return head.weight.size * head.spec.dtype.itemsize // _devices(mesh, axes["vocabulary"])
-
-
 class Share(NamedTuple):
     """One device's share of a call on a mesh.
 
@@ -167,10 +167,7 @@ def share(hidden: Any, weight: Any, labels: Any | None, spec: HeadSpec) -> Share
     given = jax.tree.map(_spec_of, (rows, head))
     axes, shards = split(mesh, given, rows, head)
 
-    def devices(axes: Axes) -> int:
-        return _devices(mesh, axes)
-
-    over_vocabulary, of_weight = devices(shards.vocabulary), _splits(mesh, weight_names(head), given[1].weight)
+    over_vocabulary, of_weight = _devices(mesh, shards.vocabulary), _splits(mesh, weight_names(head), given[1].weight)
     columns = spec.weight_rows // over_vocabulary
     alone = tuple(axis for axis in shards.rows if axis not in shards.common)
     tensor = tuple(axis for axis in shards.vocabulary if axis not in shards.sequence)
@@ -185,10 +182,10 @@ def share(hidden: Any, weight: Any, labels: Any | None, spec: HeadSpec) -> Share
         (whole, "weight gathered over {}, which do not divide it evenly, or divide neither rows nor vocabulary"),
     ]
     return Share(
-        tokens // devices(tuple(axis for axis in shards.rows if axis not in shards.sequence)),
+        tokens // _devices(mesh, tuple(axis for axis in shards.rows if axis not in shards.sequence)),
         dataclasses.replace(spec, weight_rows=columns, vocab_size=min(spec.vocab_size, columns)),
-        devices(shards.rows),
-        devices(axes["vocabulary"] + axes["width"]),
+        _devices(mesh, shards.rows),
+        _devices(mesh, axes["vocabulary"] + axes["width"]),
         columns * spec.hidden_size * spec.dtype.itemsize if shards.gathered or exchanged or whole else 0,
         bool(shards.vocabulary) and spec.vocab_size < spec.weight_rows,
         "; ".join(text.format(", ".join(names)) for names, text in words if names),
@@ -242,3 +239,28 @@ def weight_names(head: Head | None) -> Names:
     if head is None:
         return ()
     return ("vocabulary", "width") if head.spec.vocab_axis == 0 else ("width", "vocabulary")
+
+
+@contextlib.contextmanager
+def known_device(arrays: Any) -> Iterator[AbstractDevice | None]:
+    """The device that `arrays`, a pytree, are known to lie on; None where only lowering will tell.
+
+    Inside, JAX's ambient mesh names it too, which is where rules and tables that depend on the device look.
+    """
+    if device := jax.sharding.get_abstract_mesh().abstract_device:
+        yield device
+        return
+    device = next(filter(None, map(_device, jax.tree.leaves(arrays))), None)
+    if device is None:
+        yield None
+        return
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        yield device
+
+
+def _device(array: Any) -> AbstractDevice | None:
+    """The device of an array's, tracer's or struct's mesh."""
+    # A tracer has the sharding of its type only.
+    place = jax.typeof(array).sharding if isinstance(array, jax.Array) else getattr(array, "sharding", None)
+    mesh = getattr(place, "mesh", None)
+    return None if mesh is None else mesh.abstract_mesh.abstract_device

@@ -1,6 +1,6 @@
 """Forward mode, which gradients that are streamed do not have, is refused in words.
 
-JAX's own error is a bare TypeError. `in_reverse_mode` translates it where forward mode differentiates a call. What
+JAX's own error is a bare TypeError, which `entry.program` translates where forward mode differentiates a call. What
 `jax.linearize` returns is evaluated outside of any call, so that `reverse_mode_only` puts an operation in front, which
 has no evaluation: reverse mode only transposes it, to nothing.
 """
@@ -15,21 +15,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-_REFUSAL = (
+REFUSAL = (
     "pallas_ce has derivatives in reverse mode only: in place of jax.jvp, jax.jacfwd or jax.linearize use jax.grad, "
     "jax.vjp or jax.jacrev; or a function with a head by implementation='reference', which materialises the logits, "
     "and in place of one of stored logits plain JAX on jax.nn.log_softmax"
 )
 
-
-def in_reverse_mode[Out](function: Callable[..., Out], *arguments: Any) -> Out:
-    """The call; if forward mode reaches a `custom_vjp` in it, an error that says what to do."""
-    try:
-        return function(*arguments)
-    except TypeError as error:
-        if "can't apply forward-mode autodiff" not in str(error):
-            raise
-        raise NotImplementedError(_REFUSAL) from error
+# What JAX's own error says, a TypeError, where forward mode reaches a `custom_vjp`.
+FORWARD_MODE = "can't apply forward-mode autodiff"
 
 
 def reverse_mode_only[F: Callable[..., Any]](function: F) -> F:
@@ -44,7 +37,7 @@ def reverse_mode_only[F: Callable[..., Any]](function: F) -> F:
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(_REFUSAL)
+    raise NotImplementedError(REFUSAL)
 
 
 # Takes tangents, `[]` float32.
@@ -65,7 +58,7 @@ def _probe(arrays: Any) -> jax.Array:
 
 def _probe_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
     del primals
-    varied = [x for x in jax.tree.leaves(tangents, is_leaf=_is_zero) if not _is_zero(x)]
+    varied = [x for x in jax.tree.leaves(tangents) if not isinstance(x, SymbolicZero)]
     zero = jnp.zeros((), jnp.float32)
     return zero, _tangent_p.bind(*varied) if varied else zero
 
@@ -84,10 +77,6 @@ def _tied_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         return x if x.dtype == jax.dtypes.float0 else x + jnp.broadcast_to(of_probe.astype(x.dtype), x.shape)
 
     return primals[0], jax.tree.map(both, of_found)
-
-
-def _is_zero(x: Any) -> bool:
-    return isinstance(x, SymbolicZero)
 
 
 _probe.defjvp(_probe_jvp, symbolic_zeros=True)

@@ -50,6 +50,7 @@ class RowArrays(NamedTuple):
     more: Any = None
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """Static. Every field names mesh axes, major to minor; one array's dimensions have disjoint axes.

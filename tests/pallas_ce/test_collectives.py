@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_ce import MeshAxes, linear_cross_entropy
 from pallas_ce.backends import device as targets
-from pallas_ce.parallel import target
+from pallas_ce.parallel import partitioning
 from tests import compile_for_h200 as h200
 
 H, V = 256, 8192
@@ -145,7 +145,7 @@ def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
 ) -> None:
     """Also where the trace is not told what it is for, and each device's part is left to the lowering."""
     if not known:
-        monkeypatch.setattr(target, "_device", lambda array: None)
+        monkeypatch.setattr(partitioning, "_device", lambda array: None)
         monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
     n, text = LAYOUTS["TP"][2], program("TP", mode, 2, None).as_text()
     assert "mosaic_gpu_v2" in text

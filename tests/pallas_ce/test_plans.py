@@ -22,7 +22,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import operands
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import HeadSpec
 from pallas_ce.modes.fold import Streams
-from pallas_ce.modes.settings import Settings, WeightSum
+from pallas_ce.modes.how import How, WeightSum
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.streaming.gradient_products import NO_GRADIENT
 
@@ -118,7 +118,7 @@ def planned(way: Way, problem: Problem) -> Plan | None:
             if way.task == "pair":
                 teacher = dataclasses.replace(spec, hidden_size=2 * spec.hidden_size)
                 return Streams((spec, teacher), bound, 5).block_sizes(problem.tokens, "recompute")
-            settings, total = Settings(way.backend, mode, bound), WeightSum()
+            settings, total = How(way.backend, mode, bound), WeightSum()
             if mode == "in_forward":
                 needs = NO_GRADIENT._replace(hidden=True, weight=True)
                 total = settings.weight_sum(spec, spec.dtype, needs, Shards(), given=problem.given)

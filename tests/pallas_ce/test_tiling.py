@@ -14,10 +14,10 @@ from pallas_ce import explain, linear_cross_entropy
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.select import Default
 from pallas_ce.backends.xla import BACKEND, tiling
-from pallas_ce.head import Head, HeadSpec
-from pallas_ce.modes.settings import Settings, WeightSum, decide
-from pallas_ce.parallel.shards import Shards
-from pallas_ce.streaming.gradient_products import NO_GRADIENT
+from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.modes.how import How, WeightSum, decide
+from pallas_ce.parallel.shards import Local, RowArrays, Shards
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, NO_GRADIENT
 
 MODES: list[Mode | None] = [None, "in_forward", "recompute"]
 GRID = [(n, v) for n in (4096, 8192, 16384) for v in (32768, 131072, 151936, 262144)]
@@ -30,7 +30,7 @@ def _spec(hidden_size: int, vocab_size: int, dtype: str = "bfloat16") -> HeadSpe
 
 def _planned(platform: str, tokens: int, vocab_size: int, mode: Mode | None) -> Plan:
     """For a head of H 4096 in bfloat16, by default, with a gradient for the weight."""
-    spec, settings = _spec(4096, vocab_size), Settings("xla", mode, None, platform=platform)
+    spec, settings = _spec(4096, vocab_size), How("xla", mode, None, platform=platform)
     sums = WeightSum()
     if mode == "in_forward":
         sums = settings.weight_sum(spec, spec.dtype, NO_GRADIENT._replace(hidden=True, weight=True), Shards())
@@ -121,7 +121,7 @@ def test_by_default_small_blocks_of_16_bits_are_the_slower_mode(
     hidden_size: int, vocab_size: int, dtype: str, slower: bool
 ) -> None:
     """As measured on GPUs; a fourth product in float32 would take longer than adding."""
-    spec, settings = _spec(hidden_size, vocab_size, dtype), Settings("xla", "in_forward", None, platform="cuda")
+    spec, settings = _spec(hidden_size, vocab_size, dtype), How("xla", "in_forward", None, platform="cuda")
     sums = settings.weight_sum(spec, spec.dtype, NO_GRADIENT._replace(hidden=True, weight=True), Shards())
     plan = settings.block_sizes(spec, 8192, "in_forward", sums)
     assert plan.rows < 8192
@@ -130,8 +130,9 @@ def test_by_default_small_blocks_of_16_bits_are_the_slower_mode(
 
 def test_what_stands_in_for_the_gpus_kernels_is_planned_for_a_cpu() -> None:
     arrays = {"weight": jnp.zeros((8, 4), jnp.bfloat16), "bias": None, "logit_scale": None, "logit_weights": None}
-    settings = Settings("mosaic_gpu", "recompute", None, default=Default("xla", certain=False))
-    chosen, elsewhere = settings.variants(Head(**arrays, spec=_spec(4, 8)))
+    settings = How("mosaic_gpu", "recompute", None, default=Default("xla", certain=False))
+    rows, head = RowArrays(Batch(jnp.zeros((2, 4))), None), Head(**arrays, spec=_spec(4, 8))
+    chosen, elsewhere = settings.variants(Local(Shards(), rows, head, NO_ARRAYS))
     assert (chosen.implementation, chosen.platform) == ("mosaic_gpu", None)
     assert (elsewhere.implementation, elsewhere.platform) == ("xla", "cpu")
 

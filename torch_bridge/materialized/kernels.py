@@ -14,8 +14,8 @@ from pallas_ce.api.integration import (
     Batch,
     Head,
     HeadSpec,
+    How,
     Operands,
-    Settings,
     local_cuda,
     materialized_refusal,
     materialized_row_gradient,
@@ -110,11 +110,11 @@ def gradient(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[
     return (materialized_row_gradient(*_call(kernels, arrays), kept, cotangents),)
 
 
-def _call(kernels: Kernels, arrays: Arrays) -> tuple[Settings, Operands]:
+def _call(kernels: Kernels, arrays: Arrays) -> tuple[How, Operands]:
     u = arrays["u"][: kernels.spec.vocab_size] if "u" in arrays else None
     head = Head(NO_WEIGHT, None, None, u, kernels.spec)
     operands = Operands(Batch(arrays["rows"], arrays.get("ids")), head, arrays.get("valid"))
-    return Settings(kernels.implementation, "recompute", None), operands
+    return How(kernels.implementation, "recompute", None), operands
 
 
 def loss(kernels: Kernels, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:

@@ -80,11 +80,11 @@ class MosaicGpuBackend(Backend):
         shape = spec.weight_rows, spec.hidden_size
         return narrow_sum.lower_shape(*(shape if spec.vocab_axis == 0 else shape[::-1]))
 
-    def describe(self, spec: HeadSpec, options: int, mode: Mode | None) -> Launch:
+    def describe(self, spec: HeadSpec, options: int, mode: Mode | None, rows: int) -> Launch:
         """The kernel that makes logits for plain cross entropy."""
         spec = operands.padded_spec(spec)
         kernel, vectors = _KERNELS[mode]
-        config = schedule.rule(kernel, spec, plan.rows, vectors, options)
+        config = schedule.rule(kernel, spec, rows, vectors, options)
         return Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns)
 
     def statistics(

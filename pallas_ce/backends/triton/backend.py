@@ -100,7 +100,7 @@ class TritonBackend(Backend):
         rows = rows if rows <= most else _down(-(-tokens // blocks))
         return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, skips_rows=mode is None)
 
-    def describe(self, spec: HeadSpec, options: int, mode: Mode | None) -> Launch:
+    def describe(self, spec: HeadSpec, options: int, mode: Mode | None, rows: int) -> Launch:
         """The kernel and its tiles, of plain cross entropy."""
         config = configs.config_for(spec, binding.capability(), _USES[mode], options)
         return Launch("head_kernel", config.rows, config.columns)

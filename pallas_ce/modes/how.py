@@ -2,18 +2,18 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.backends import select
-from pallas_ce.backends.protocol import Backend, Backward, Mode, Plan
+from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend, Backward, Mode, Plan
 from pallas_ce.backends.select import Default
-from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec
-from pallas_ce.parallel.shards import Shards
-from pallas_ce.parallel.target import known_device
+from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
+from pallas_ce.parallel.partitioning import known_device
+from pallas_ce.parallel.shards import Local, Shards
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
 from pallas_ce.streaming.gradient_products import PerInput
 
@@ -48,17 +48,30 @@ class WeightSum(NamedTuple):
 _NO_SUM = WeightSum()
 
 
+# A loss or statistics of a streamed head, or of logits that the caller holds; a head's largest
+# logits; a divergence of two heads.
+Task = Literal["head", "logits", "top_k", "pair"]
+
+# Of each but the first, the implementations that it has, and the end of the error for another one.
+_OTHER_TASKS: dict[Task, tuple[tuple[str, ...], str]] = {
+    "logits": (("xla", "mosaic_gpu"), "does not serve materialized logits: choose 'xla' or 'mosaic_gpu'"),
+    "top_k": (("xla", "mosaic_gpu"), "has no top-k: use 'xla', or jax.lax.top_k of materialized logits"),
+    "pair": (("xla", "reference"), "does not serve distillation yet; choose from 'xla', 'reference' or None"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class How:
     """How a call is carried out; static and hashable, whatever the reasons.
 
     Attributes:
         implementation: a backend's name, or "reference".
-        mode: the backward mode; None for the reference, which has JAX's own differentiation.
+        mode: the backward mode; None for the reference, which has JAX's own differentiation, and without derivatives.
         scratch_bytes: the caller's bound, or None for the default.
         shards: how the call is split inside a `shard_map`; None outside.
         default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
         platform: the one that is known to be lowered for, as JAX's devices name theirs; None: the process's.
+        task: a name of the call's work.
         implementation_reason: why that implementation, for `explain`.
         mode_reason: why that mode.
     """
@@ -69,6 +82,7 @@ class Settings:
     shards: Shards | None = None
     default: Default | None = None
     platform: str | None = None
+    task: Task = "head"
     implementation_reason: str = dataclasses.field(default="", compare=False)
     mode_reason: str = dataclasses.field(default="", compare=False)
 
@@ -77,20 +91,25 @@ class Settings:
         """The backend itself; not for "reference", which is none."""
         return select.load(self.implementation).on(self.platform)
 
-    def variants(self, head: Head) -> tuple["Settings", ...]:
-        """How a device's share of the call is carried out, on the head it works on; see `entry.at_lowering`.
+    def variants(self, local: Local) -> tuple["How", ...]:
+        """How a device's share of the call is carried out: one way, or one for CUDA and one for other platforms.
 
-        What they return has the same types: mode, dtypes and kept arrays depend on no backend.
+        Results of both have the same types: mode, dtypes and kept arrays depend on no backend.
         """
         if self.default is None:
             return (self,)
-        chosen, instead = self._alone(self.implementation), self._alone(self.default.instead)
-        served = chosen._incapable(head.spec, None if head.valid_columns is None else head.spec) is None
+        chosen, instead = (self._by(name) for name in (self.implementation, self.default.instead))
+        head, tokens = local.head, local.rows.batch.hidden.shape[0]
+        if self.task == "logits":  # how many rows a device works on, under vmap and on a mesh, is known only here
+            refusal = refusal_of_logits(self.implementation, head.spec, tokens)
+        else:
+            refusal = chosen._incapable(head.spec, None if head.valid_columns is None else head.spec)
+        if refusal:
+            return (instead,)
         # The second of two variants is for devices without CUDA.
-        elsewhere = dataclasses.replace(instead, platform="cpu")
-        return self.default.variants(chosen, elsewhere, served) if served else (instead,)
+        return (chosen,) if self.default.certain else (chosen, dataclasses.replace(instead, platform="cpu"))
 
-    def _alone(self, implementation: str) -> "Settings":
+    def _by(self, implementation: str) -> "How":
         return dataclasses.replace(self, implementation=implementation, default=None)
 
     def _incapable(self, spec: HeadSpec, padded_share: HeadSpec | None) -> str | None:
@@ -98,6 +117,8 @@ class Settings:
 
         `padded_share` is the head that a device works on, if it is a share of a padded vocabulary.
         """
+        if self.task != "head":
+            return None
         if padded_share is not None and (why := self.backend.refusal(padded_share, padded_share=True)):
             return why
         least = max(self.backend.minimum_scratch(spec, mode) for mode in (None, self.mode))
@@ -175,48 +196,66 @@ class Settings:
         return WeightSum(wide, wide // 2, given=given)
 
 
+def refusal_of_logits(
+    implementation: str, spec: HeadSpec, rows: int | None = None, several: bool = False
+) -> str | None:
+    """Why an implementation cannot serve materialized logits, as the end of a sentence; None where it can.
+
+    `rows` is their number, if known; with `several` each has several targets.
+    """
+    backend = select.load(implementation)
+    if backend.materialized is None:
+        return "it has no kernels for materialized logits" if backend.capabilities.cuda_only else None
+    one_each = "its kernels read one index for each row, and index holds several; use 'xla'"
+    return one_each if several else backend.materialized.refusal(spec, rows)
+
+
 def decide(
     spec: HeadSpec,
     tokens: int,
     arrays: Any,
     *,
-    scalar_loss: bool,
+    task: Task = "head",
+    scalar_loss: bool = False,
     rows: BatchSpec = PLAIN,
     backward: Backward = "auto",
     implementation: str | None = None,
     scratch_bytes: int | None = None,
     shards: Shards | None = None,
+    checked: bool = False,
     padded_share: HeadSpec | None = None,
-) -> Settings:
-    """Chooses for `tokens` rows of a head.
+) -> How:
+    """Chooses for `tokens` rows of a head, or of logits.
 
     The mode is one for all platforms, or forward and backward would not fit: the arrays kept between them depend on it.
     It is the one that suits the backend for the GPU, as that is where a default is chosen for speed; if another that
     may be needed cannot do it within `scratch_bytes`, that other one does everything. So None is never refused what
     its most general backend can do.
 
-    Args:
-        spec: the head.
-        tokens: the rows.
-        arrays: the call's arrays, or structs, which may know their device.
-        scalar_loss: whether a summed row-wise loss is differentiated.
-        rows: static facts of the rows.
-        backward: the mode asked for, or "auto".
-        implementation: the implementation asked for, or None.
-        scratch_bytes: the caller's bound.
-        shards: how the call is split inside a `shard_map`.
-        padded_share: the head that a device works on, where a padded vocabulary is known to be split otherwise.
+    `arrays` may know their device, and are `checked` if they vary over axes of a `shard_map` with `check_vma=True`. The
+    `padded_share` is the head that a device works on, where a padded vocabulary is known to be split otherwise.
 
     Raises:
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
-    checked = shards is not None and shards.typed
+    if task != "head" and implementation in IMPLEMENTATIONS:
+        serving, words = _OTHER_TASKS[task]
+        if implementation not in serving:
+            raise ValueError(f"implementation={implementation!r} {words}")
+
+    def refusal(name: str) -> str | None:
+        if task == "logits":
+            return refusal_of_logits(name, spec, several=rows.targets is not None)
+        if task == "top_k" and name not in _OTHER_TASKS[task][0]:
+            return "it has no top-k"
+        return select.load(name).refusal(spec, rows)
+
     name, reason, default = select.select(
-        implementation,
-        lambda name: select.load(name).refusal(spec, rows),
+        "xla" if task == "pair" and implementation is None else implementation,
+        refusal,
         arrays,
-        checked=checked,
-        slower=lambda name: select.load(name).slower(spec),
+        checked=checked or (shards is not None and shards.typed),
+        slower=lambda name: select.load(name).slower(spec) if task == "head" else None,
     )
     if name == "reference":
         if backward != "auto":
@@ -227,39 +266,42 @@ def decide(
         if shards is not None and (shards.vocabulary or shards.common):
             raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
         mode_reason = "JAX differentiates the materialised logits"
-        return Settings(name, None, None, implementation_reason=reason, mode_reason=mode_reason)
+        return How(name, None, None, implementation_reason=reason, mode_reason=mode_reason)
+    if task != "head":
+        mode: Mode | None = {"logits": "in_forward" if scalar_loss else "recompute", "pair": "recompute"}.get(task)
+        return How(name, mode, scratch_bytes, shards, default, task=task, implementation_reason=reason)
     tokens = max(tokens, 1)
     with known_device(arrays) as device:
         platform = None if device is None else device.platform
 
-    def settings_of(name: str, default: Default | None, reason: str) -> Settings:
-        settings = Settings(name, None, scratch_bytes, shards, default, platform, reason)
-        mode, mode_reason = _mode(settings, spec, tokens, scalar_loss, backward)
-        return dataclasses.replace(settings, mode=mode, mode_reason=mode_reason)
+    def by(name: str, default: Default | None, reason: str) -> How:
+        how = How(name, None, scratch_bytes, shards, default, platform, implementation_reason=reason)
+        mode, mode_reason = _mode(how, spec, tokens, scalar_loss, backward)
+        return dataclasses.replace(how, mode=mode, mode_reason=mode_reason)
 
-    settings = settings_of(name, default, reason)
+    how = by(name, default, reason)
     if default is not None:
         other = default.instead
-        if why := settings._incapable(spec, padded_share):
+        if why := how._incapable(spec, padded_share):
             reason = f"not {name}: {why}"
-        elif why := settings._alone(other)._incapable(spec, padded_share):
+        elif why := how._by(other)._incapable(spec, padded_share):
             reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
         if why:
-            settings = settings_of(other, None, reason)
-    for needed in (None, settings.mode):
-        settings.block_sizes(spec, tokens, needed)  # raises where the budget is too small
-    return settings
+            how = by(other, None, reason)
+    for needed in (None, how.mode):
+        how.block_sizes(spec, tokens, needed)  # raises where the budget is too small
+    return how
 
 
-def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: Backward) -> tuple[Mode, str]:
+def _mode(how: How, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: Backward) -> tuple[Mode, str]:
     if backward != "auto":
         return backward, "asked for by name"
     if not scalar_loss:
         return "recompute", "each row has a cotangent of its own, known only in the backward"
     useful = min(-(-tokens // 4), _USEFUL_ROWS)
     rows = 0
-    if settings.scratch_bytes is None or settings.scratch_bytes >= settings.backend.minimum_scratch(spec, "in_forward"):
-        plan = settings.block_sizes(spec, tokens, "in_forward")
+    if how.scratch_bytes is None or how.scratch_bytes >= how.backend.minimum_scratch(spec, "in_forward"):
+        plan = how.block_sizes(spec, tokens, "in_forward")
         if plan.slower is not None:
             return "recompute", plan.slower
         rows = plan.rows
