@@ -189,16 +189,6 @@ def test_the_column_that_reaches_p_is_kept_and_the_next_is_not(top_k: int | None
         assert _ids(p, min_p=min_p, top_k=top_k) == ids, min_p
 
 
-def test_temperature_comes_first_and_each_limit_reads_what_the_one_before_has_left() -> None:
-    p = [0.5, 0.25, 0.125, 0.125]
-    assert _ids(p, top_p=0.75) == {0, 1}
-    assert _ids(p, top_p=0.75, temperature=4.0) == {0, 1, 2}
-    assert _ids(p, top_p=0.6, top_k=2) == {0}  # of the two, the first has two thirds
-    assert _ids(p, top_p=0.6, top_k=3) == {0, 1}
-    assert _ids(p, top_p=0.8, min_p=0.4) == {0, 1}
-    assert _ids(p, top_p=0.8, temperature=0.0) == {0}
-
-
 def test_limits_may_be_traced_and_differ_by_row_and_key() -> None:
     p = make(0, 12, 5, 31)
     hidden, weight = jnp.asarray(p.arrays["hidden"]), jnp.asarray(p.arrays["weight"])
