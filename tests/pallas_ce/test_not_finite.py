@@ -74,6 +74,13 @@ def test_samples_take_the_first_nan_and_else_the_first_infinity(limits: dict[str
     assert np.all(np.isnan(found.log_probs))
 
 
+@pytest.mark.parametrize("statistics", [("max_logit",), ("lse", "max_logit")])
+def test_a_maximum_without_other_statistics_has_its_rows_nan(statistics: Any) -> None:
+    """XLA's own on a CPU drops it in a row so wide."""
+    hidden, head = _one_nan("weight")[:2]
+    assert np.isnan(P.linear_row_statistics(hidden, **head, statistics=statistics).max_logit).all()
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("divergence", DISTILLATIONS)
 @pytest.mark.parametrize("side", ["hidden", "teacher_hidden"])
