@@ -179,7 +179,7 @@ def test_without_a_gpu_at_hand_nothing_is_traced_twice(name: str) -> None:
     assert not kernels_for("cuda", CALLS[name], *structs())
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "row temperatures"])
 def test_a_mesh_of_h200s_decides_for_what_lies_on_it(name: str, dtype: Any) -> None:
