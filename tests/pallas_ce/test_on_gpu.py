@@ -29,7 +29,7 @@ def narrow(p: Problem) -> Problem:
     return p
 
 
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=500, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @hypothesis.given(p=narrow_problems(most=ON_GPU).map(readable), **ANY_CALL)
 def test_any_options(p: Problem, **how: Any) -> None:
     assert_any_options("mosaic_gpu", p, **how)

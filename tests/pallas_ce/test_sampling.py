@@ -111,8 +111,9 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
     assert np.all(np.abs(off)[clear] <= 4 * unit * np.broadcast_to(size, n)[clear])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
-@pytest.mark.parametrize("limits", [{}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8}])
+@pytest.mark.parametrize(
+    ("temperature", "limits"), [(1.0, {}), (0.5, {"min_p": 0.2}), (3.0, {"top_k": 9, "top_p": 0.8})]
+)
 def test_samples_pass_a_chi_square_test(temperature: float, limits: dict[str, Any]) -> None:
     rows, v = 20_000, 37
     row, weight = jax.random.normal(jax.random.key(0), (1, 8)), 0.5 * jax.random.normal(jax.random.key(1), (v, 8))

@@ -31,7 +31,7 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@hypothesis.settings(max_examples=250, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(max_examples=250, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(p=narrow_problems(most=ON_GPU), **ANY_CALL)
 def test_any_options(p: Problem, **how: Any) -> None:
     assert_any_options("triton", p, **how)
