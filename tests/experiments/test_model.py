@@ -10,6 +10,8 @@ from experiments.lm.config import TrainConfig
 from experiments.lm.model.objective import OBJECTIVES
 from experiments.lm.model.transformer import LanguageModel, rotary
 
+pytestmark = pytest.mark.nightly  # the gate trains it by its command
+
 END = 0
 CONFIG = TrainConfig(vocab_size=300, width=16, layers=2, attention_heads=2, mlp_width=32)
 
