@@ -1,7 +1,6 @@
 """`explain`: what a call will do, before it is made."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, Unpack
 

@@ -1,6 +1,5 @@
 """Every command that measures runs at small sizes on a CPU, and programs are timed as they should be."""
 
-import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -14,7 +13,6 @@ from experiments.bench.__main__ import main
 from experiments.bench.gpu_head import SECTIONS
 from experiments.bench.paper_table import TABLE
 from experiments.bench.processes import apart
-from experiments.lm.config import TrainConfig
 
 
 def traced(programs: dict[str, Any], arguments: Any, rounds: int, *_: Any) -> dict[str, Any]:
@@ -108,26 +106,6 @@ def test_trainings_are_compared_and_what_is_missing_is_left_out(
     assert fused[-1] < fused[0]
     assert main(["gpu_report", "--folder", str(tmp_path)]) == 0
     assert "| train_lm, fused and canonical |" in (tmp_path / "training_evidence.md").read_text()
-
-
-@pytest.mark.parametrize("most", [3, 37, 1000])
-def test_the_largest_batch_is_found_to_one_in_sixteen(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stands_in(function: Any, family: str, config: TrainConfig, *_: Any) -> float | None:
-        return 5.0 if config.batch_size <= most else None
-
-    monkeypatch.setattr(trainings, "apart", stands_in)
-    found = trainings.largest("train_lm", TrainConfig(batch_size=4), "fused", "cpu")
-    assert most - max(1, most // 16) <= found["batch"] <= most
-    monkeypatch.setattr(trainings, "apart", lambda *_: None)
-    with pytest.raises(RuntimeError, match="no batch of train_lm, fused could be run"):
-        trainings.largest("train_lm", TrainConfig(batch_size=4), "fused", "cpu")
-
-
-def test_a_text_that_supports_fewer_entries_is_trained_on_with_what_it_supports(text: Path, cache: Path) -> None:
-    config = dataclasses.replace(trainings.DRY, vocab_size=60000, data=str(text), cache_dir=str(cache))
-    dataset, sizes = trainings.load_text(config)
-    assert 257 < sizes["tokenizer_entries"] < 60000
-    assert dataset.training.max() < sizes["tokenizer_entries"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def _losses(run: Path, head: str, kind: str = "train") -> list[float]:
     return list(curve(list(read_records(run / "metrics.jsonl")), kind, head).values())
 
 
+@pytest.mark.nightly
 def test_the_reference_recipe_trains(train: Train, tmp_path: Path) -> None:
     """Muon, chunked cross entropy and z-loss together, from the file that ships."""
     finished = train("--config", str(RECIPE), out=tmp_path / "run", steps=30)
@@ -35,6 +36,7 @@ def test_the_reference_recipe_trains(train: Train, tmp_path: Path) -> None:
     assert train("--resume", out=tmp_path / "run", steps=30).code == 0
 
 
+@pytest.mark.nightly
 def test_every_loss_trains_alike_and_validates_without_its_regularisers(train: Train, tmp_path: Path) -> None:
     options = {"z-loss-weight": 1e-2, "label-smoothing": 0.1}
     runs = {}

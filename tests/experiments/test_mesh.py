@@ -10,9 +10,6 @@ from typing import Any
 import jax
 import pytest
 
-from experiments.lm.config import TrainConfig
-from experiments.lm.model.mesh import padded_vocab_size
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,10 +39,6 @@ def test_a_mesh_that_cannot_be_served_is_refused_with_what_would_work(
     for word in (*words, "error: "):
         assert word in finished.err
     assert not (tmp_path / "run").exists()
-
-
-def test_the_vocabulary_is_padded_to_equal_parts() -> None:
-    assert padded_vocab_size(TrainConfig(vocab_size=301, mesh="tensor=4")) == 304
 
 
 _CPUS = {

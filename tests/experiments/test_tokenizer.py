@@ -24,12 +24,6 @@ def test_the_second_time_the_tokeniser_comes_from_the_cache_and_is_the_same(
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]
 
 
-def test_training_twice_gives_the_same_tokeniser(documents: list[Document], tmp_path: Path) -> None:
-    one, _ = load_tokenizer(documents, 300, tmp_path / "one")
-    two, _ = load_tokenizer(documents, 300, tmp_path / "two")
-    assert one.to_str() == two.to_str()
-
-
 def test_another_text_or_size_is_another_entry_of_the_cache(documents: list[Document], tmp_path: Path) -> None:
     for chosen, size in ((documents, 300), (documents, 301), (documents[1:], 300)):
         assert not load_tokenizer(chosen, size, tmp_path)[1]

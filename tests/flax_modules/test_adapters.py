@@ -228,14 +228,6 @@ def test_inside_a_shard_map_lora_b_is_split_as_the_kernel_is(framework, hidden, 
     assert_close(sharded(params, hidden, labels), whole(params, hidden, labels))
 
 
-def test_without_scale_the_adapter_is_switched_off(hidden, labels):
-    made = on_nnx.LossHead(FEATURES, VOCAB, rngs=nnx.Rngs(0), **DRAWN)
-    adapted = made(hidden, labels)
-    made.lora_scale = 0.0
-    assert_close(made(hidden, labels), mean_cross_entropy(stored_logits(hidden, made.kernel[...]), labels))
-    assert abs(made(hidden, labels) - adapted) > 1e-3
-
-
 @pytest.mark.parametrize("kind", ["linear", "lora of linear", "lora linear"])
 def test_a_layer_of_the_model_gives_its_logits(kind, hidden, labels):
     rngs, drawn = nnx.Rngs(0), jax.nn.initializers.normal(0.5)

@@ -6,12 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from flax_modules import linen
 from flax_modules import nnx as on_nnx
-from pallas_ce import MeshAxes
 from tests.flax_modules.oracle import assert_close, initialised, mean_cross_entropy, of, stored_logits
 
 FEATURES, VOCAB = 16, 37
@@ -46,21 +43,6 @@ def test_a_shift_is_that_of_labels_and_token_weights(make, hidden, labels):
     weights = jnp.linspace(0.5, 2.0, labels.size).reshape(labels.shape)
     got = apply(params, hidden, labels, shift=1, token_weights=weights)
     assert_close(got, apply(params, hidden[:, :-1], labels[:, 1:], token_weights=weights[:, 1:]))
-
-
-def test_inside_a_shard_map_the_head_may_be_split(framework, hidden, labels):
-    params, whole = initialised(of(framework, "LossHead", FEATURES, VOCAB), hidden, labels)
-    head = of(framework, "LossHead", FEATURES, VOCAB, mesh_axes=MeshAxes(vocabulary="tensor"))
-
-    def part(params, *given):
-        if framework is linen:
-            return head.apply({"params": params}, *given)
-        return nnx.merge(nnx.split(head)[0], params)(*given)
-
-    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    places = jax.tree.map(lambda _: P(None, "tensor"), params)
-    sharded = jax.jit(jax.shard_map(part, mesh=mesh, in_specs=(places, P(), P()), out_specs=P()))
-    assert_close(sharded(params, hidden, labels), whole(params, hidden, labels))
 
 
 def test_every_option_reaches_loss_logits_and_statistics_and_padding_none(make, hidden, labels):

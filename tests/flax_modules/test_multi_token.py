@@ -99,11 +99,6 @@ def test_labels_stop_at_the_row_end_and_at_ignored_labels(framework):
     np.testing.assert_array_equal(third, [[-100, -100, -100, 5, -100, -100], [8, 9, 10, -100, -100, -100]])
 
 
-def test_unsigned_labels_are_shifted_as_signed_ones(mtp, hidden, labels):
-    (params, apply), tokens = mtp, jnp.maximum(labels, 0)
-    assert_close(apply(params, hidden, tokens.astype(jnp.uint16)), apply(params, hidden, tokens))
-
-
 def test_token_weights_move_with_their_labels(mtp, hidden, labels):
     params, apply = mtp
     weights = jnp.linspace(0.0, 2.0, labels.size).reshape(labels.shape)

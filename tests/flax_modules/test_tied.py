@@ -79,13 +79,6 @@ def test_an_embedding_that_is_replaced_is_the_heads_too(labels):
     assert_close(model(jnp.maximum(labels, 0), labels), jnp.log(VOCAB))
 
 
-def test_a_head_can_be_tied_to_a_bare_parameter(hidden, labels):
-    table = nnx.Param(jax.random.normal(jax.random.key(3), (VOCAB + 3, FEATURES)))
-    head = on_nnx.LossHead.of(table, vocab_axis=0, vocab_size=VOCAB)
-    assert head.logits(hidden).shape == (2, 7, VOCAB)
-    assert_close(head(hidden, labels), mean_cross_entropy(stored_logits(hidden, table[:VOCAB].T), labels))
-
-
 def test_a_tied_head_computes_in_the_dtype_of_its_embedding():
     narrow, wide = (nnx.Embed(VOCAB, FEATURES, dtype=dtype, rngs=nnx.Rngs(0)) for dtype in (jnp.bfloat16, None))
     assert on_nnx.LossHead.of(narrow).dtype == jnp.bfloat16

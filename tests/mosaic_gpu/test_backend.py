@@ -164,12 +164,23 @@ def problem_of(case: Case) -> Problem:
     return p
 
 
-# Each case in one of its modes, in turn; the other is left to the night.
-ORDERED = [(name, mode) for i, (name, case) in enumerate(CASES.items()) for mode in case.modes[:: (-1) ** i]]
+# One case of each kind; `make test-all` runs all of them.
+QUICK = [
+    ("every option, transposed", "recompute"),
+    ("float16 in blocks", "in_forward"),
+    ("products by kernels in blocks", "in_forward"),
+    ("tiles, of which the last is narrower", "recompute"),
+    ("a weighted shard", "in_forward"),
+    ("a term under a cap", "recompute"),
+    ("narrow sums", "in_forward"),
+    ("entries far below", "in_forward"),
+]
+EVERY = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
 
-@pytest.mark.nightly(keep=len(CASES))
-@pytest.mark.parametrize(("name", "mode"), ORDERED)
+@pytest.mark.parametrize(
+    ("name", "mode"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.nightly) for x in EVERY if x not in QUICK)]
+)
 def test_the_loss_and_its_gradients(name: str, mode: Any, interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are ignored and padding of weight and low-rank term hold NaN; the weight's padding has no gradient."""
     case, entered = CASES[name], Shards.enter
@@ -244,6 +255,7 @@ LOSSES: list[tuple[Any, tuple[Any, ...], dict[str, Any], str, Any, float]] = [
 ]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("loss", "labels", "options", "mode", "dtype", "roundings"), LOSSES)
 def test_losses_of_statistics(
     loss: Any, labels: Any, options: Any, mode: str, dtype: Any, roundings: float, interpreted: Any

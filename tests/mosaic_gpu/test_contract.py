@@ -3,21 +3,19 @@
 from typing import Any
 
 import hypothesis
-import hypothesis.strategies as st
 import pytest
 
 from tests.pallas_ce import spoilt, test_calls
 from tests.pallas_ce.cases import CASES, Sizes
-from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, library_results
 from tests.pallas_ce.problems import Problem, narrow_problems, readable
-from tests.pallas_ce.sums import LOSS_SCALES, assert_adds_16_bits, several_blocks
+from tests.pallas_ce.sums import ANY_CALL, assert_any_options
 
 MODES = ["recompute", "in_forward"]
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.slow]
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("backward", MODES)
 # The interpreter's effects cannot be rematerialised.
 @pytest.mark.parametrize("name", [name for name in test_calls.CALLS if name != "rematerialised"])
@@ -29,19 +27,9 @@ def test_each_call(name: str, backward: str) -> None:
     max_examples=max(2, hypothesis.settings.default.max_examples // 4),
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
-@hypothesis.given(
-    p=narrow_problems().map(readable), backward=st.sampled_from(MODES), loss_scale=st.none() | LOSS_SCALES,
-    narrow=st.booleans(), several=st.booleans(),
-)  # fmt: skip
-def test_any_options(p: Problem, backward: Any, loss_scale: float | None, narrow: bool, several: bool) -> None:
-    """With a loss scale, gradients are added to sums."""
-    budget = several_blocks(p, "mosaic_gpu", backward) if several else None
-    if loss_scale is None:
-        got = library_results(p, "mosaic_gpu", backward, scratch_bytes=budget)
-        assert_as_accurate_as_rounded_dlogits(p, got, backward)
-    else:
-        given: dict[str, Any] = {"implementation": "mosaic_gpu", "scratch_bytes": budget}
-        assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, **given)
+@hypothesis.given(p=narrow_problems().map(readable), **ANY_CALL)
+def test_any_options(p: Problem, **how: Any) -> None:
+    assert_any_options("mosaic_gpu", p, **how)
 
 
 SMALL = Sizes(rows=70, width=64, classes=201, padded=208, dtype="bfloat16", scratch_bytes=None)
@@ -54,7 +42,7 @@ SPOILT = [
 ]
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.usefixtures("maxima_keep_nan")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter is NumPy's
 @pytest.mark.parametrize(("name", "backward", "only"), SPOILT)

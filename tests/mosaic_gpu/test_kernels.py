@@ -107,6 +107,7 @@ def test_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
     assert np.isnan(np.asarray(got[256:])).all()  # the interpreter's uninitialised memory
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("most", [16, 1])
 def test_a_budget_for_few_partial_statistics_changes_no_bit(
     most: int, interpreted: Any, monkeypatch: pytest.MonkeyPatch
@@ -169,7 +170,7 @@ def test_every_number_is_stored_once(monkeypatch: pytest.MonkeyPatch, tiles: Any
     np.testing.assert_allclose(got[:150, :584].astype(jnp.float32), exact, rtol=6e-3)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("columns", [64, 192])  # tiles that divide a part, and that reach beyond one
 def test_dlogits_of_a_part_are_those_columns_of_the_whole(

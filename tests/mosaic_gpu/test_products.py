@@ -82,7 +82,7 @@ def test_weight_sums_go_on_from_block_to_block(vocab_axis: int, first: int, seco
     assert_summed(laid_out(interpreted(run)(blocks), vocab_axis), want)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize(
     ("options", "lives"), [({}, (None,) * 4), ({"stages": 2}, (192, 0, 70, 0)), ({"row_group": 1}, (0, 192))]
@@ -137,7 +137,7 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
         assert_summed(interpreted(run)(own, weight, total, jnp.int32(first), jnp.int32(valid)), want)
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize(("parts", "valid_rows"), [(((0, 272, 272),), None), (PARTS, None), (PARTS, 0), (PARTS, 70)])
 @pytest.mark.parametrize("options", [{}, {"columns": 128, "row_group": 1}])

@@ -133,18 +133,6 @@ def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, An
     assert not np.isfinite(found.log_probs[infinite & counts[:, 0]]).any()
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 256, 257, 5000, 16384, 10**7])
-@pytest.mark.parametrize("scratch", [None, 10**8, 10**9])
-def test_blocks_are_as_large_as_scratch_allows(tokens: int, scratch: int | None) -> None:
-    blocks = StoredBlocks(HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None), 64, scratch)
-    plan = blocks.block_sizes(tokens)
-    assert 1 <= plan.rows <= tokens
-    assert plan.scratch_bytes <= (scratch or DEFAULT_SCRATCH_BYTES)
-    assert plan.rows == tokens or plan.rows <= 256 or plan.rows % 256 == 0
-    if scratch is None:
-        assert plan.rows >= min(tokens, 256)  # few rows are not cut, however little memory they would take
-
-
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("n", "v", "h", "axis", "scratch"),

@@ -83,9 +83,9 @@ def statistics_problems(draw: Any, low_rank: bool = True) -> Problem:
 
 
 @st.composite
-def problems(draw: Any, multiple: int = 1, low_rank: bool = True) -> Problem:
+def problems(draw: Any, multiple: int = 1, low_rank: bool = True, most: Sequence[int] = (40, 33, 130)) -> Problem:
     """Any shape, its sizes multiples of a number; both layouts, any options, maybe a term of `low_rank`."""
-    n, h, v = (multiple * draw(st.integers(1, most // multiple)) for most in (40, 33, 130))
+    n, h, v = (multiple * draw(st.integers(1, size // multiple)) for size in most)
     seed = draw(st.integers(0, 2**16))
     p = make(seed, n, h, v, draw(st.sampled_from([0.01, 1.0, 5.0])), draw(st.sampled_from([0, 1])))
     rng = np.random.default_rng(seed + 1)
@@ -123,12 +123,12 @@ def problems(draw: Any, multiple: int = 1, low_rank: bool = True) -> Problem:
 
 
 @st.composite
-def narrow_problems(draw: Any, dtypes: Sequence[Any] = (ml_dtypes.bfloat16, np.float16)) -> Problem:
+def narrow_problems(draw: Any, dtypes: Sequence[Any] = (ml_dtypes.bfloat16, np.float16), **given: Any) -> Problem:
     """`problems` whose operands have 16 bits.
 
     Of two classes at least: the gradient of a single one is 0, and the roundings of float32 all that there is.
     """
-    p, dtype = draw(problems(low_rank=False)), draw(st.sampled_from(dtypes))
+    p, dtype = draw(problems(low_rank=False, **given)), draw(st.sampled_from(dtypes))
     hypothesis.assume(p.options.get("vocab_size", p.arrays["weight"].shape[0]) > 1)
     p.arrays |= {name: p.arrays[name].astype(dtype) for name in ("hidden", "weight", "bias") if name in p.arrays}
     return p

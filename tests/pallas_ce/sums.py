@@ -10,10 +10,25 @@ from pallas_ce import LossAndGradients, linear_cross_entropy_and_gradients
 from pallas_ce.backends import select
 from pallas_ce.head import HeadSpec
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import Results, assert_as_accurate_as_rounded_dlogits, assert_near_oracle, call
+from tests.pallas_ce.checks import (
+    Results,
+    assert_as_accurate_as_rounded_dlogits,
+    assert_near_oracle,
+    call,
+    library_results,
+)
 from tests.pallas_ce.problems import Problem
 
 LOSS_SCALES = st.sampled_from([1.0, 0.3, -8.0])
+# How `assert_any_options` calls a kernel.
+ANY_CALL: dict[str, Any] = {
+    "backward": st.sampled_from(["recompute", "in_forward"]),
+    "loss_scale": st.none() | LOSS_SCALES,
+    "narrow": st.booleans(),
+    "several": st.booleans(),
+}
+# The largest sizes for a GPU: products of more steps than a kernel's ring has slots, and several tiles each way.
+ON_GPU = (1500, 750, 6000)
 
 
 def add(p: Problem, before: dict[str, np.ndarray], loss_scale: float, **options: Any) -> LossAndGradients:
@@ -65,6 +80,22 @@ def assert_adds_16_bits(p: Problem, loss_scale: float, backward: Any, *, narrow:
         assert found[1][name].dtype == start.dtype
         np.testing.assert_array_equal(found[1][name][real:], start[real:])
     assert_as_accurate_as_rounded_dlogits(p, found, backward, cotangent=loss_scale, before=before)
+
+
+def assert_any_options(
+    implementation: str, p: Problem, backward: Any, loss_scale: float | None, narrow: bool, several: bool
+) -> None:
+    """A loss of 16-bit operands and its gradients, in one block of rows or several.
+
+    With a loss scale they are added to sums.
+    """
+    budget = several_blocks(p, implementation, backward) if several else None
+    if loss_scale is None:
+        got = library_results(p, implementation, backward, scratch_bytes=budget)
+        assert_as_accurate_as_rounded_dlogits(p, got, backward)
+    else:
+        given: dict[str, Any] = {"implementation": implementation, "scratch_bytes": budget}
+        assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, **given)
 
 
 def several_blocks(p: Problem, implementation: Any, backward: Any) -> int:

@@ -96,7 +96,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "mode", "gpus"),

@@ -18,8 +18,9 @@ from pallas_ce import (
     selective_log_softmax,
 )
 
-HIDDEN, WEIGHT = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 5, 8), (64, 8)]))
-LABELS = jnp.arange(15).reshape(3, 5).at[1:, 3:].set(-100)
+HIDDEN, WEIGHT = (jnp.asarray(np.random.default_rng(0).normal(size=n), jnp.float32) for n in ((3, 5, 8), (64, 8)))
+LABELS = np.arange(15, dtype=np.int32).reshape(3, 5)
+LABELS[1:, 3:] = -100
 SIZES = export.symbolic_shape("b, t")
 SYMBOLIC = [jax.ShapeDtypeStruct((*SIZES, *x.shape[2:]), x.dtype) for x in (HIDDEN, LABELS)]
 

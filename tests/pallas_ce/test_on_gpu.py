@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,17 +12,13 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics, selective_log_softmax
 from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
-    library_loss,
     library_results,
     relative_error,
 )
-from tests.pallas_ce.problems import Problem, make, readable
-from tests.pallas_ce.sums import assert_adds_16_bits, several_blocks
+from tests.pallas_ce.problems import Problem, make, narrow_problems, readable
+from tests.pallas_ce.sums import ANY_CALL, ON_GPU, assert_any_options
 
 pytestmark = pytest.mark.gpu
-
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-
 
 both_modes = pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 
@@ -32,58 +29,10 @@ def narrow(p: Problem) -> Problem:
     return p
 
 
-def drawn(seed: int) -> tuple[Problem, str]:
-    """A problem in bfloat16 or float16 with any combination of options, and a backward mode."""
-    rng = np.random.default_rng(seed)
-    n, h, v = (int(np.exp(rng.uniform(0, np.log(top)))) for top in (1500, 300, 6000))
-    v = max(v, 2)  # the gradient of a single class is 0, and float32's rounding all that there is
-    if rng.random() < 0.15:
-        h += 448  # products of more steps than the ring has slots
-    if rng.random() < 0.4:
-        h = 8 * -(-h // 8)  # rows of 16 bytes: no copy of the weight
-    p = make(seed, n, h, v, scale=float(rng.choice([0.05, 1.0, 6.0])), vocab_axis=int(rng.integers(2)))
-    if rng.random() < 0.3:
-        p.labels[rng.random(n) < 0.7] = -100
-    dtype = DTYPES[str(rng.choice(list(DTYPES)))]
-    maybe = iter(rng.random(12) < 0.3)
-    if next(maybe):
-        p.arrays["bias"] = rng.normal(size=v)
-    p.arrays = {name: x.astype(dtype) for name, x in p.arrays.items()}
-    if next(maybe):
-        p.arrays["logit_scale"] = np.float32(rng.choice([0.5, 1.3, -0.7]))
-    if next(maybe):
-        p.arrays["token_weights"] = rng.uniform(0, 2, size=n).astype(np.float32)
-    if next(maybe):
-        p.options["vocab_size"] = int(rng.integers(2, v + 1))
-    if next(maybe):
-        p.options["class_weights"] = rng.uniform(0.1, 2, size=p.options.get("vocab_size", v)).astype(np.float32)
-    for name, value in (("label_smoothing", 0.1), ("z_loss", 1e-3), ("logit_softcap", 20.0), ("normalizer", 17.0)):
-        if next(maybe):
-            p.options[name] = value
-    return p, str(rng.choice(["recompute", "in_forward"]))
-
-
-@pytest.mark.parametrize("seed", range(400))
-def test_a_drawn_problem(seed: int) -> None:
-    p, backward = drawn(seed)
-    p = readable(p)
-    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "mosaic_gpu", backward), backward)
-
-
-def assert_adds_drawn(seed: int, implementation: str) -> None:
-    """A drawn problem's gradients are added to sums of either dtype, in one block or several."""
-    p, backward = drawn(seed)
-    p = readable(p) if implementation == "mosaic_gpu" else p
-    rng = np.random.default_rng((seed, 1))
-    loss_scale, narrow = float(rng.choice([1.0, 0.3, -8.0])), bool(rng.integers(2))
-    budget = several_blocks(p, implementation, backward) if rng.random() < 0.5 else None
-    options = {"implementation": implementation, "scratch_bytes": budget}
-    assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, **options)
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_a_drawn_problem_is_added_to_sums(seed: int) -> None:
-    assert_adds_drawn(seed, "mosaic_gpu")
+@hypothesis.settings(max_examples=500, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.given(p=narrow_problems(most=ON_GPU).map(readable), **ANY_CALL)
+def test_any_options(p: Problem, **how: Any) -> None:
+    assert_any_options("mosaic_gpu", p, **how)
 
 
 @both_modes
@@ -203,24 +152,3 @@ def test_adversarial_logits(backward: str) -> None:
     for name in needs_grad:
         assert np.all(np.isfinite(np.asarray(gradients[name], np.float32)))
         assert relative_error(gradients[name], np.asarray(needs_grad[name], np.float64)) < 1e-2, name
-
-
-def test_statistics_with_their_gradients() -> None:
-    p = make(3, 700, 128, 3000)
-    arrays = {k: jnp.asarray(x, jnp.bfloat16) for k, x in p.arrays.items()}
-    names = ("log_prob", "mean_logit", "entropy", "sum_sq_probs", "varentropy", "max_logit", "argmax")
-
-    def run(arrays: dict[str, jax.Array], implementation: Any) -> Any:
-        found = linear_row_statistics(
-            arrays["hidden"], arrays["weight"], p.labels, statistics=names, implementation=implementation
-        )
-        kept = [x for x in found if x is not None and jnp.issubdtype(x.dtype, jnp.floating)]
-        return sum(jnp.sum(x * (0.1 + i)) for i, x in enumerate(kept)), found
-
-    (_, found), gradients = jax.value_and_grad(run, has_aux=True)(arrays, "mosaic_gpu")
-    (_, want), needs_grad = jax.value_and_grad(run, has_aux=True)(arrays, "reference")
-    np.testing.assert_array_equal(found.argmax, want.argmax)
-    for name in names[:-1]:
-        np.testing.assert_allclose(getattr(found, name), getattr(want, name), rtol=2e-5, atol=2e-5, err_msg=name)
-    for name in needs_grad:
-        assert relative_error(gradients[name], np.asarray(needs_grad[name], np.float64)) < 6e-3, name

@@ -54,7 +54,7 @@ def assert_all(lines: list[str], precision: str) -> None:
         assert SHOWN[precision] in line, line
 
 
-@pytest.mark.nightly(keep=20)
+@pytest.mark.nightly(keep=8)
 @every_way
 @pytest.mark.parametrize("precision", SHOWN)
 def test_every_product_of_every_function_has_the_precision_asked_for(

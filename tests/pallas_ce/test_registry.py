@@ -12,8 +12,7 @@ from pallas_ce import LossConfig, build_loss_fn, linear_cross_entropy, loss_name
 from pallas_ce.objectives import registry
 from tests.pallas_ce.checks import assert_close
 
-HIDDEN = jax.random.normal(jax.random.key(0), (2, 7, 5))
-WEIGHT = jax.random.normal(jax.random.key(1), (11, 5))
+HIDDEN, WEIGHT = (jnp.asarray(np.random.default_rng(n).normal(size=(*n, 5)), jnp.float32) for n in ((2, 7), (11,)))
 LABELS = jnp.array([[0, 3, 10, -100, 11, 2, -1], [5, 5, -100, 7, 1, 0, 4]])
 BUILT_IN = ("cross_entropy", "chunked_cross_entropy", "fused_linear_cross_entropy")
 

@@ -24,12 +24,13 @@ from tests.pallas_ce.cases import HEADS, by_row, total
 from tests.pallas_ce.checks import assert_close
 
 EXAMPLES, N, H, V = 3, 12, 8, 40
-KEYS = jax.random.split(jax.random.key(0), 6)
-HIDDEN, WEIGHT = jax.random.normal(KEYS[0], (EXAMPLES, N, H)), jax.random.normal(KEYS[1], (EXAMPLES, V, H))
+RNG = np.random.default_rng(0)
+SHAPES = (EXAMPLES, N, H), (EXAMPLES, V, H), (V, 7), (V, 7)
+HIDDEN, WEIGHT, TEACHER_HIDDEN, TEACHER_WEIGHT = (
+    jnp.asarray(RNG.normal(size=shape).astype(np.float32)) for shape in SHAPES
+)
 # A third of the labels is ignored, differently in each example.
-LABELS = jax.random.randint(KEYS[2], (EXAMPLES, N), 0, V)
-LABELS = jnp.where(jax.random.bernoulli(KEYS[3], 0.3, LABELS.shape), -100, LABELS)
-TEACHER_HIDDEN, TEACHER_WEIGHT = jax.random.normal(KEYS[4], (V, 7)), jax.random.normal(KEYS[5], (V, 7))
+LABELS = jnp.asarray(np.where(RNG.random((EXAMPLES, N)) < 0.3, -100, RNG.integers(0, V, (EXAMPLES, N))))
 
 Loss = Callable[..., jax.Array]
 

@@ -1,14 +1,18 @@
-"""`linear_distillation` on tensors: values and gradients against plain PyTorch in float64."""
+"""`linear_distillation` on tensors: values and gradients beside the library's own."""
 
 import functools
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import pallas_ce
 from pallas_ce import LowRank
 from torch_bridge import linear_distillation
 from torch_bridge.autograd.operator import LINEAR_DISTILLATION
@@ -32,37 +36,24 @@ def tensors(seed: int, *names: str) -> dict[str, Tensor]:
     return {name: made[name] for name in ("input", "linear_weight", "teacher_input", "teacher_weight", *names)}
 
 
-def logits(x: Tensor, weight: Tensor, bias: Any, scale: Any, cap: float | None, temperature: Any) -> Tensor:
-    z = x @ weight.T
-    z = (z if bias is None else z + bias) * scale
-    z = z if cap is None else cap * torch.tanh(z / cap)
-    return z / torch.as_tensor(temperature).double().reshape(-1, 1)
+NAMES = {"input": "hidden", "linear_weight": "weight", "linear_bias": "bias", "teacher_input": "teacher_hidden"}
 
 
-def plain(
-    given: dict[str, Any], counts: Tensor, divergence: str, beta: float, reduction: str, size: int, caps: Any
-) -> Tensor:
-    x = {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
-    weight = x["linear_weight"] + (1.5 * x["up"] @ x["down"] if "up" in x else 0)
-    head = x["input"], weight, x.get("linear_bias"), x.get("logit_scale", 1.0)
-    teacher = x["teacher_input"], x["teacher_weight"], x.get("teacher_bias"), x.get("teacher_logit_scale", 1.0)
-    temperature = x.get("temperature", 1.3)
-    log_p, log_q = (
-        torch.log_softmax(logits(*of, cap, temperature)[:, :size], dim=1)
-        for of, cap in zip((head, teacher), caps, strict=True)
+def in_jax(given: dict[str, Tensor], constants: set[str], upstream: Tensor, **options: Any) -> tuple[Any, Any]:
+    """The library's loss by stored logits, and the gradients of all that are no constants."""
+    arrays = {name: jnp.asarray(x.detach().numpy()) for name, x in given.items()}
+
+    def weighted(chosen: dict[str, Any]) -> Any:
+        x = {NAMES.get(name, name): y for name, y in (arrays | chosen).items()}
+        if "up" in x:
+            x["weight"] = LowRank(x["weight"], x.pop("up"), x.pop("down"), 1.5)
+        found = pallas_ce.linear_distillation(**x, implementation="reference", **options)
+        return jnp.sum(found * upstream.numpy()), found
+
+    (_, found), gradients = jax.value_and_grad(weighted, has_aux=True)(
+        {name: x for name, x in arrays.items() if name not in constants}
     )
-
-    def kl(a: Tensor, b: Tensor) -> Tensor:
-        return (a.exp() * (a - b)).sum(1)
-
-    if divergence == "jsd":
-        mixture = torch.log(beta * log_q.exp() + (1 - beta) * log_p.exp())
-        values = beta * kl(log_q, mixture) + (1 - beta) * kl(log_p, mixture)
-    else:
-        values = kl(log_q, log_p) if divergence == "forward_kl" else kl(log_p, log_q)
-    weights = x["token_weights"] if "token_weights" in x else torch.ones(N, dtype=torch.float64)
-    values = torch.where(counts, weights * values, 0.0)
-    return values if reduction == "none" else values.sum() / (1.0 if reduction == "sum" else weights[counts].sum())
+    return found, gradients
 
 
 FURTHER = ("linear_bias", "teacher_bias", "logit_scale", "teacher_logit_scale", "token_weights", "temperature", "term")
@@ -80,7 +71,7 @@ FURTHER = ("linear_bias", "teacher_bias", "logit_scale", "teacher_logit_scale", 
     transposed=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_it_is_the_divergence_of_stored_logits(
+def test_it_is_the_librarys_divergence_of_stored_logits(
     divergence: Any,
     further: Any,
     reduction: Any,
@@ -99,22 +90,22 @@ def test_it_is_the_divergence_of_stored_logits(
     leaves = [x.requires_grad_() for name, x in given.items() if name not in constants]
     target = torch.tensor([0, 3, -100, 19, 5, V, 1]) if "target" in masks else None
     row_mask = torch.arange(N) != 4 if "row_mask" in masks else None
-    counts = torch.ones(N, dtype=torch.bool) if row_mask is None else row_mask
-    counts = counts if target is None else counts & (target >= 0) & (target < size)
 
     asked: dict[str, Any] = dict(given)
     if "up" in asked:
         asked["linear_weight"] = LowRank(asked["linear_weight"], asked.pop("up"), asked.pop("down"), 1.5)
-    asked |= {"divergence": divergence, "beta": 0.3, "reduction": reduction, "vocab_size": size, "row_mask": row_mask}
-    asked |= {"logit_softcap": caps[0], "teacher_logit_softcap": caps[1], "implementation": implementation}
-    found = linear_distillation(target=target, **{"temperature": 1.3, **asked})
-    want = plain(given, counts, divergence, 0.3, reduction, size, caps)
-    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=2e-6)
+    options: dict[str, Any] = {"divergence": divergence, "beta": 0.3, "reduction": reduction, "vocab_size": size}
+    options |= {"logit_softcap": caps[0], "teacher_logit_softcap": caps[1]}
+    options |= {} if "temperature" in further else {"temperature": 1.3}
+    found = linear_distillation(target=target, row_mask=row_mask, implementation=implementation, **asked, **options)
     upstream = torch.linspace(-1, 1.5, N) if reduction == "none" else torch.tensor(-0.7)
     got = torch.autograd.grad(found, leaves, upstream)
-    needed = torch.autograd.grad(want, leaves, upstream.double())
-    for x, y in zip(got, needed, strict=True):
-        torch.testing.assert_close(x.double(), y.double(), rtol=2e-4, atol=2e-5)
+    options |= {"labels": None if target is None else target.numpy()}
+    options |= {"row_mask": None if row_mask is None else row_mask.numpy()}
+    want, needed = in_jax(given, constants, upstream, **options)
+    np.testing.assert_allclose(found.detach(), want, rtol=2e-5, atol=2e-6)
+    for x, y in zip(got, (needed[name] for name in given if name not in constants), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
 def test_leading_axes_and_low_precision() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from pallas_ce.backends.triton import binding, configs
 from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, assert_near_oracle, library_results
-from tests.pallas_ce.problems import Problem, make, problems
-from tests.pallas_ce.sums import LOSS_SCALES, assert_adds
-from tests.pallas_ce.test_on_gpu import assert_adds_drawn, drawn, narrow
+from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
+from tests.pallas_ce.sums import ANY_CALL, LOSS_SCALES, ON_GPU, assert_adds, assert_any_options
+from tests.pallas_ce.test_on_gpu import narrow
 
 pytestmark = pytest.mark.gpu
 
@@ -31,10 +31,10 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_a_drawn_problem(seed: int) -> None:
-    p, backward = drawn(seed)
-    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
+@hypothesis.settings(max_examples=250, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(p=narrow_problems(most=ON_GPU), **ANY_CALL)
+def test_any_options(p: Problem, **how: Any) -> None:
+    assert_any_options("triton", p, **how)
 
 
 @both_modes
@@ -42,11 +42,6 @@ def test_a_drawn_problem(seed: int) -> None:
 @hypothesis.given(p=problems())
 def test_float32_matches_the_oracle(p: Problem, backward: Any) -> None:
     assert_near_oracle(p, library_results(p, "triton", backward))
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_a_drawn_problem_is_added_to_sums(seed: int) -> None:
-    assert_adds_drawn(seed, "triton")
 
 
 @both_modes
