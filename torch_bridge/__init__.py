@@ -2,9 +2,9 @@
 
 `linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` take a head, `linear_distillation` two;
 `cross_entropy` and `selective_log_softmax` take stored logits. `LinearCrossEntropyLoss` is the module.
-`PipelineFusedLoss` serves a pipeline-parallel model, `vocab_parallel_cross_entropy` a head split over a process group,
-and `patch_causal_lm` a Hugging Face model. `to_jax` and `to_torch` exchange tensors and arrays; `memory_usage` shows a
-device's memory.
+`PipelineFusedLoss` serves a pipeline-parallel model, `vocab_parallel_cross_entropy` and `vocab_parallel_log_probs` a
+head split over a process group, and `patch_causal_lm` a Hugging Face model. `to_jax` and `to_torch` exchange tensors
+and arrays; `memory_usage` shows a device's memory.
 
 Needs the extra `torch`. Importing this package does not import PyTorch; it keeps a JAX that has not started yet from
 taking most of a GPU's memory (see `torch_bridge.memory`).
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch_bridge.api.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
     from torch_bridge.api.selective import selective_log_softmax as selective_log_softmax
     from torch_bridge.api.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from torch_bridge.api.vocab_parallel import vocab_parallel_log_probs as vocab_parallel_log_probs
     from torch_bridge.dlpack.exchange import to_jax as to_jax
     from torch_bridge.dlpack.exchange import to_torch as to_torch
     from torch_bridge.integrations.huggingface import patch_causal_lm as patch_causal_lm
@@ -52,6 +53,7 @@ _HOMES = {
     "to_torch": "dlpack.exchange",
     "unpatch_causal_lm": "integrations.huggingface",
     "vocab_parallel_cross_entropy": "api.vocab_parallel",
+    "vocab_parallel_log_probs": "api.vocab_parallel",
 }
 
 __all__ = list(_HOMES)

@@ -27,7 +27,6 @@ def cross_entropy(
     target: Tensor,
     *,
     logit_softcap: float | None = None,
-    class_weights: Tensor | None = None,
     vocab_size: int | None = None,
     inplace_backward: bool = False,
     **options: Unpack[LossOptions],
@@ -42,7 +41,6 @@ def cross_entropy(
         logits: `[..., V']` bfloat16, float16, float32 or float64; the class is the last axis. A slice is not copied.
         target: `[...]` integers; those outside `[0, vocab_size)` count as ignored.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None.
-        class_weights: `[V]`, PyTorch's `weight`; a constant.
         vocab_size: V; columns from there on are padding. Default V'.
         inplace_backward: write the gradient over the logits' memory, in the backward or at once. They must not be
             needed after this function, by anything: the values there are lost. What `torch.compile` compiles plans
@@ -71,7 +69,7 @@ def cross_entropy(
     """
     dtype, size, leading = checks.floating("logits", logits), checks.vocabulary(logits, vocab_size), logits.shape[:-1]
     check_inplace(logits, inplace_backward)
-    given = checks.loss(leading, size, dtype, target, class_weights=class_weights, **options)
+    given = checks.loss(leading, size, dtype, target, **options)
     ignore_index = integration.read_ignore_index(options.get("ignore_index", -100))
     reduction = options.get("reduction", "mean")
     tensors = {name: x for name, x in given.items() if x is not None}
@@ -86,6 +84,7 @@ def cross_entropy(
     ids = tensors["target"].long()
     counted = losses.counted(ids, size, ignore_index)
     ids = ids.where(counted, 0)
+    class_weights = tensors.get("class_weights")
     classes = None if class_weights is None else class_weights.detach().to(wide(logits.dtype))
     # Numbers whose term is left out are None, and left to the defaults.
     once: dict[str, Any] = {
