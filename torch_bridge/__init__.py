@@ -36,24 +36,20 @@ if TYPE_CHECKING:
     from torch_bridge.memory import memory_usage as memory_usage
 
 _HOMES = {
-    "LinearCrossEntropyLoss": "api.modules",
-    "PipelineFusedLoss": "integrations.pipeline",
-    "cross_entropy": "api.cross_entropy",
-    "linear_cross_entropy": "api.linear",
-    "linear_distillation": "api.distillation",
-    "linear_log_probs": "api.linear",
-    "linear_row_statistics": "api.linear",
-    "memory_usage": "memory",
-    "patch_causal_lm": "integrations.huggingface",
-    "put_head_back": "integrations.pipeline",
-    "returning": "integrations.pipeline",
-    "selective_log_softmax": "api.selective",
-    "take_head": "integrations.pipeline",
-    "to_jax": "dlpack.exchange",
-    "to_torch": "dlpack.exchange",
-    "unpatch_causal_lm": "integrations.huggingface",
-    "vocab_parallel_cross_entropy": "api.vocab_parallel",
-    "vocab_parallel_log_probs": "api.vocab_parallel",
+    name: home
+    for home, names in {
+        "api.cross_entropy": ["cross_entropy"],
+        "api.distillation": ["linear_distillation"],
+        "api.linear": ["linear_cross_entropy", "linear_log_probs", "linear_row_statistics"],
+        "api.modules": ["LinearCrossEntropyLoss"],
+        "api.selective": ["selective_log_softmax"],
+        "api.vocab_parallel": ["vocab_parallel_cross_entropy", "vocab_parallel_log_probs"],
+        "dlpack.exchange": ["to_jax", "to_torch"],
+        "integrations.huggingface": ["patch_causal_lm", "unpatch_causal_lm"],
+        "integrations.pipeline": ["PipelineFusedLoss", "put_head_back", "returning", "take_head"],
+        "memory": ["memory_usage"],
+    }.items()
+    for name in names
 }
 
 __all__ = list(_HOMES)

@@ -14,7 +14,7 @@ from torch_bridge import (
     linear_row_statistics,
     selective_log_softmax,
 )
-from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS, namespace
+from torch_bridge.autograd import NAMESPACE, OPERATORS, namespace
 from torch_bridge.programs.functions import Options
 
 MODES = ["in_forward", "recompute"]

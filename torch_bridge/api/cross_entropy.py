@@ -13,7 +13,7 @@ from pallas_ce.api import integration
 from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import LossOptions
-from torch_bridge.autograd import eager, first_order
+from torch_bridge.autograd import first_order, graph
 from torch_bridge.dlpack import exchange
 from torch_bridge.materialized import kernels, losses, one_program, rows
 from torch_bridge.materialized.chunks import check_inplace, wide
@@ -67,9 +67,11 @@ def cross_entropy(
     References:
         See `pallas_ce.cross_entropy`.
     """
-    dtype, size, leading = checks.floating("logits", logits), checks.vocabulary(logits, vocab_size), logits.shape[:-1]
+    if checks.floating("logits", logits).ndim < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [..., V]")
+    size, leading = checks.size(vocab_size, logits.shape[-1], "the logits' columns"), logits.shape[:-1]
     check_inplace(logits, inplace_backward)
-    given = checks.loss(leading, size, dtype, target, **options)
+    given = checks.loss(leading, size, logits.dtype, target, **options)
     ignore_index = integration.read_ignore_index(options.get("ignore_index", -100))
     reduction = options.get("reduction", "mean")
     tensors = {name: x for name, x in given.items() if x is not None}
@@ -77,7 +79,7 @@ def cross_entropy(
     exchange.check_one_device(everything)
     first_order.reverse_mode(everything)
     # Gradients in float16 may underflow before the upstream scalar is known.
-    if reduction != "none" and logits.dtype != torch.float16 and eager.serves((logits, *tensors.values())):
+    if reduction != "none" and logits.dtype != torch.float16 and graph.serves((logits, *tensors.values())):
         serving = kernels.serving(logits, rows.spec(logits, size, logit_softcap))
         if serving and serving.serve_at_once(logits):
             return one_program.cross_entropy(serving, reduction, ignore_index, logits, tensors, inplace_backward)

@@ -80,7 +80,7 @@ def vocab_parallel_cross_entropy(
                 hidden, weight_part, target, vocab_start=500 * dist.get_rank(), vocab_size=1000)
     """
     part = _part(input, linear_weight, target, vocab_start, vocab_size, group, validate_parts, options)
-    checked = checks.loss(input.shape[:-1], vocab_size, "float32", target, **options)
+    checked = checks.loss(input.shape[:-1], vocab_size, input.dtype, target, **options)
     target, counted = _counted(cast(Tensor, checked["target"]), input, vocab_size, options)
     names, of_head, of_loss = ["lse", "log_prob"], _of_head(options), cast(Any, {**options})
     if options.get("label_smoothing", 0.0):

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.autograd import eager, first_order, graph
-from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
+import pallas_ce
+from pallas_ce.api import integration
+from torch_bridge.autograd import NAMESPACE, OPERATORS, first_order, graph
 from torch_bridge.dlpack import exchange
-from torch_bridge.programs import bucketing, calls, functions
+from torch_bridge.programs import calls
 from torch_bridge.programs import program as programs
 from torch_bridge.programs.functions import Function, Options
 from torch_bridge.programs.program import Program, Shape, Signature
@@ -56,14 +57,15 @@ class Operation:
     "linear_weight" `[V, H]`, which are always there, come first.
     """
 
-    def __init__(self, name: str, function: Function, further: tuple[str, ...]) -> None:
+    def __init__(self, name: str, steps: Any, further: tuple[str, ...]) -> None:
         # Now and not when first read: torch.compile guards the attributes that a trace has read.
-        self.name, self.function, self.tensors = name, function, _HEAD + further
+        self.name, self.function, self.tensors = name, Function(getattr(pallas_ce, name), steps), _HEAD + further
         # The bit of each tensor, or 0 if it has no gradient.
         self._bits = tuple([0 if x in _CONSTANT else 1 << place for place, x in enumerate(self.tensors)])
         self._missing: dict[str, Any] = dict.fromkeys(self.tensors) | _DEFAULTS
         # Programs by a key that is quicker to make than a signature.
         self._known: dict[Hashable, Program] = {}
+        self._register()
 
     def call(self, given: dict[str, Any]) -> list[Tensor]:
         """The function's outputs, differentiable as the tensors require it.
@@ -80,12 +82,12 @@ class Operation:
                 if tensor is not None and tensor.requires_grad:
                     differentiated |= bit
         static = (differentiated, *[given[name] for name in _DEFAULTS])
-        if not eager.serves(tensors):
+        if not graph.serves(tensors):
             return list(getattr(OPERATORS, self.name)(*tensors, *static))
         program = self.program(tensors, static)
         if not differentiated:
             return calls.forward(program, list(named.values()))
-        function: Any = eager.Eager
+        function: Any = graph.Eager
         return list(function.apply(*named.values(), self, program, static))
 
     def call_backward(
@@ -102,7 +104,7 @@ class Operation:
         given = [tensors.get(name) for name in self.tensors]
         return list(operator(*given, *static, list(found), list(cotangents), bits))
 
-    def register(self) -> None:
+    def _register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
         given = [f"Tensor{'' if name in _HEAD[:2] else '?'} {name}" for name in self.tensors]
         inputs = ", ".join([*given, "int differentiated", *[f"{kind} {name}" for name, kind in _TYPES.items()]])
@@ -137,7 +139,7 @@ class Operation:
         """The program for a call with the operator's arguments."""
         key = (_vocab_axis(tensors[1]), *static, *[None if x is None else (x.shape, x.dtype) for x in tensors])
         if (program := self._known.get(key)) is None:
-            program = programs.program(self.signature(tensors, static), bucketing.bucket(tensors[0].shape[0]))
+            program = programs.program(self.signature(tensors, static), calls.bucket(tensors[0].shape[0]))
             if len(self._known) >= _CALLS_KNOWN:
                 self._known.clear()
             self._known[key] = program
@@ -205,14 +207,9 @@ def _vocab_axis(weight: Tensor) -> int:
 
 
 _OF_LOSS = ("class_weights", "token_weights", "label_smoothing", "z_loss", "normalizer")
-LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", functions.LOSS, _OF_LOSS)
-LINEAR_ROW_STATISTICS = Operation(
-    "linear_row_statistics", functions.STATISTICS, ("logit_weights", "row_mask", "temperature")
-)
-LINEAR_LOG_PROBS = Operation("linear_log_probs", functions.LOG_PROBS, ("temperature", "support"))
-LINEAR_DISTILLATION = Operation(
-    "linear_distillation", functions.DISTILLATION, (*_TEACHER, "row_mask", "temperature", "token_weights", "normalizer")
-)
-
-for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS, LINEAR_DISTILLATION):
-    _operation.register()
+_OF_DISTILLATION = (*_TEACHER, "row_mask", "temperature", "token_weights", "normalizer")
+_OF_ROWS = ("logit_weights", "row_mask", "temperature")
+LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", integration.cross_entropy_steps, _OF_LOSS)
+LINEAR_ROW_STATISTICS = Operation("linear_row_statistics", integration.row_statistics_steps, _OF_ROWS)
+LINEAR_LOG_PROBS = Operation("linear_log_probs", integration.log_probs_steps, ("temperature", "support"))
+LINEAR_DISTILLATION = Operation("linear_distillation", integration.distillation_steps, _OF_DISTILLATION)

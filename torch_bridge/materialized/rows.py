@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from pallas_ce.api.integration import HeadSpec, read_logits_spec
-from torch_bridge.autograd import eager, first_order
-from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
+from torch_bridge.autograd import NAMESPACE, OPERATORS, first_order, graph
 from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
-from torch_bridge.materialized.chunks import chunks, gradient_chunks, powers, wide
+from torch_bridge.materialized.chunks import chunks, powers, wide
 from torch_bridge.materialized.kernels import Kernels
 from torch_bridge.materialized.losses import times
 
@@ -70,7 +69,7 @@ def row_statistics(
     """
     first_order.reverse_mode({"logits": logits, "index": index})
     arguments = (logits, index, valid, mean_weights, *options)
-    if not eager.serves((logits, index, valid, mean_weights)):
+    if not graph.serves((logits, index, valid, mean_weights)):
         found = OPERATORS.materialized_row_statistics(*arguments)
     elif torch.is_grad_enabled() and logits.requires_grad:
         function: Any = _RowStatistics
@@ -122,8 +121,11 @@ def _backward(
     options, logits = Options(*static), logits.detach()
     served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
     given = {name: x for name, x in zip(options.names, cotangents, strict=True) if x is not None}
-    gradient, filled = gradient_chunks(logits, options.inplace, powers if served else chunks)
-    for part, rows, of_rows in filled:
+    gradient = logits if options.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    by_row = gradient if options.inplace else gradient.view(logits.shape[:-1].numel(), logits.shape[-1])
+    cut = powers if served else chunks
+    for part, rows in cut(logits):
+        of_rows = rows if options.inplace else by_row[part]
         by_name = {name: x[part] for name, x in given.items()}
         if served and served.serve(rows):
             if not options.inplace:

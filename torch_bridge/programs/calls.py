@@ -1,4 +1,12 @@
-"""Programs on PyTorch tensors: padded to a program's rows, shared with JAX, and its results brought back."""
+"""Programs on PyTorch tensors: padded to a program's rows, shared with JAX, and its results brought back.
+
+JAX compiles for each shape. Packed batches have another number of tokens each time, so their rows are padded up to the
+next of a short list of sizes, and the padding is masked like ignored tokens, which cost no products. Padding costs a
+copy of the rows, and from 1024 rows on at most twice their memory.
+
+Training takes two programs a bucket where the backward is one of its own, as in "recompute": at most ten up to 8192
+tokens, and two more for each doubling.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -9,8 +17,24 @@ import torch
 from torch import Tensor
 
 from torch_bridge.dlpack import exchange
-from torch_bridge.programs import bucketing, scaling
+from torch_bridge.programs import scaling
 from torch_bridge.programs.program import Program, Shape
+
+# Below 1024 rows the memory of padding does not matter and compilations do; from there on powers of two, which are
+# what batches of one size usually have.
+_SMALLEST = (256, 1024)
+
+
+def bucket(rows: int) -> int:
+    """The number of rows to compile for: the smallest of 256, 1024, 2048, 4096, … that holds `rows`.
+
+    >>> [bucket(rows) for rows in (0, 256, 257, 5000, 8192)]
+    [256, 256, 1024, 8192, 8192]
+    """
+    for size in _SMALLEST:
+        if rows <= size:
+            return size
+    return 1 << (rows - 1).bit_length()
 
 
 def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int] = frozenset()) -> list[Any]:
@@ -110,7 +134,7 @@ def _run(
     """The results of a compiled program; `like` has the call's device and rows."""
     if like.shape[0] != program.rows:
         given = [
-            bucketing.pad(x, program.rows, shape.fill) if shape.by_row and isinstance(x, Tensor) else x
+            _padded(x, program.rows, shape.fill) if shape.by_row and isinstance(x, Tensor) else x
             for x, (_, shape) in zip(given, shapes, strict=True)
         ]
     return exchange.run(compiled, [name for name, _ in shapes], given, like.device, staying)
@@ -119,3 +143,8 @@ def _run(
 def _without_padding(found: Sequence[Any], shapes: Sequence[Shape], tokens: int) -> list[Any]:
     """The first `tokens` rows of the tensors that have rows."""
     return [x[:tokens] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, shapes, strict=True)]
+
+
+def _padded(tensor: Tensor, rows: int, fill: float) -> Tensor:
+    missing = rows - tensor.shape[0]
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing), value=fill) if missing else tensor
