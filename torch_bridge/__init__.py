@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch_bridge.api.linear import linear_log_probs as linear_log_probs
     from torch_bridge.api.linear import linear_row_statistics as linear_row_statistics
     from torch_bridge.api.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
-    from torch_bridge.api.selective import selective_log_softmax as selective_log_softmax
     from torch_bridge.api.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from torch_bridge.api.vocab_parallel import vocab_parallel_log_probs as vocab_parallel_log_probs
     from torch_bridge.dlpack.exchange import to_jax as to_jax
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from torch_bridge.integrations.pipeline import returning as returning
     from torch_bridge.integrations.pipeline import take_head as take_head
     from torch_bridge.memory import memory_usage as memory_usage
+    from torch_bridge.selective import selective_log_softmax as selective_log_softmax
 
 _HOMES = {
     name: home
@@ -42,12 +42,12 @@ _HOMES = {
         "api.distillation": ["linear_distillation"],
         "api.linear": ["linear_cross_entropy", "linear_log_probs", "linear_row_statistics"],
         "api.modules": ["LinearCrossEntropyLoss"],
-        "api.selective": ["selective_log_softmax"],
         "api.vocab_parallel": ["vocab_parallel_cross_entropy", "vocab_parallel_log_probs"],
         "dlpack.exchange": ["to_jax", "to_torch"],
         "integrations.huggingface": ["patch_causal_lm", "unpatch_causal_lm"],
         "integrations.pipeline": ["PipelineFusedLoss", "put_head_back", "returning", "take_head"],
         "memory": ["memory_usage"],
+        "selective": ["selective_log_softmax"],
     }.items()
     for name in names
 }

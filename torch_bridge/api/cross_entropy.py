@@ -93,7 +93,7 @@ def cross_entropy(
         name: first_order.differentiable_once(x) for name, x in tensors.items() if name not in _CONSTANT
     }
     smoothed = "label_smoothing" in once
-    static = rows.Options("lse,log_prob" + ",mean_log_prob" * smoothed, size, logit_softcap, inplace=inplace_backward)
+    static = rows.Options(size, smoothed, logit_softcap, inplace=inplace_backward)
     mean_weights = classes / size if smoothed and classes is not None else None
     found = rows.row_statistics(logits, ids[:, None], counted, mean_weights, static)
     return losses.cross_entropy(

@@ -83,7 +83,7 @@ def vocab_parallel_cross_entropy(
     checked = checks.loss(input.shape[:-1], vocab_size, input.dtype, target, **options)
     target, counted = _counted(cast(Tensor, checked["target"]), input, vocab_size, options)
     names, of_head, of_loss = ["lse", "log_prob"], _of_head(options), cast(Any, {**options})
-    if options.get("label_smoothing", 0.0):
+    if checked["label_smoothing"] is not None:
         names.append("mean_log_prob")
     if (class_weights := options.get("class_weights")) is not None:
         classes = class_weights.detach().to(wide(input.dtype))

@@ -30,26 +30,26 @@ class Options(NamedTuple):
     """Static options; the operator's arguments behind the tensors.
 
     Attributes:
-        statistics: names joined by commas, "lse" first: `log_prob`, `mean_log_prob`.
         vocab_size: V; columns from there on are padding.
+        mean: whether `mean_log_prob` is asked for, beside `lse` and `log_prob`.
         softcap: c of `c·tanh(x/c)`, or None.
         temperature: what divides the logits.
         inplace: write the gradient over the logits' memory, where autograd alone follows the call.
     """
 
-    statistics: str
     vocab_size: int
+    mean: bool = False
     softcap: float | None = None
     temperature: float = 1.0
     inplace: bool = False
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> tuple[str, ...]:
         """Of the statistics."""
-        return self.statistics.split(",")
+        return ("lse", "log_prob", "mean_log_prob") if self.mean else ("lse", "log_prob")
 
 
-_SCHEMA = "str statistics, SymInt vocab_size, float? softcap, float temperature, bool inplace"
+_SCHEMA = "SymInt vocab_size, bool mean, float? softcap, float temperature, bool inplace"
 
 
 def row_statistics(
@@ -152,7 +152,7 @@ def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, option
         "lse": torch.where(largest.isneginf(), largest, largest - log_p.amax(1)),
         "log_prob": log_p.gather(1, index),
     }
-    if "mean_log_prob" in options.names:
+    if options.mean:
         found["mean_log_prob"] = log_p.mean(1) if mean_weights is None else times(mean_weights, log_p).sum(1)
     return [found[name] for name in options.names]
 
@@ -201,7 +201,7 @@ def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> HeadSpec:
 
 def _by_column(logits: Tensor, mean_weights: Tensor | None, options: Options) -> Tensor | None:
     """The u of the mean as the kernels take it, `[V']`: 0 for padding; None where there is no mean."""
-    if "mean_log_prob" not in options.names:
+    if not options.mean:
         return None
     padded = torch.zeros(logits.shape[-1], dtype=wide(logits.dtype), device=logits.device)
     padded[: options.vocab_size] = 1.0 / options.vocab_size if mean_weights is None else mean_weights
