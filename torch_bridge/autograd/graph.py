@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_bridge.autograd import first_order
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
-from torch_bridge.programs.program import WEIGHT, Layout, Program, Signature
+from torch_bridge.programs.program import WEIGHT, Program, Signature
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
@@ -41,21 +41,20 @@ class Eager(torch.autograd.Function):
         """The program's outputs; saves what else the backward needs."""
         *tensors, ctx.operation, program, ctx.static = inputs
         ctx.program = program
-        layout = program.layout
-        found = calls.forward(program, tensors, layout.staying)
+        found = calls.forward(program, tensors, program.staying)
         # Numbers by row, which live as long as the graph.
-        ctx.staying = {i: found[i] for i in layout.staying}
-        save(ctx, layout, tensors, [x if isinstance(x, Tensor) else None for x in found])
-        outputs = [x for x in found[: layout.outputs] if isinstance(x, Tensor)]
-        ctx.mark_non_differentiable(*outputs[layout.differentiable :])
+        ctx.staying = {i: found[i] for i in program.staying}
+        save(ctx, program, tensors, [x if isinstance(x, Tensor) else None for x in found])
+        outputs = [x for x in found[: program.outputs] if isinstance(x, Tensor)]
+        ctx.mark_non_differentiable(*outputs[program.differentiable :])
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the tensors, and none for the rest."""
         program: Program = ctx.program
-        signature, layout = program.signature, program.layout
-        count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: layout.differentiable]
+        signature = program.signature
+        count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: program.differentiable]
 
         def compute(asked: tuple[str, ...], total: Tensor | None) -> Sequence[Tensor]:
             tensors, found = saved[:count], list(saved[count:])
@@ -101,10 +100,10 @@ def _computed(
     return [made[name] for name in asked]
 
 
-def save(ctx: Any, layout: Layout, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
+def save(ctx: Any, program: Program, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
     """Saves what the backward of a forward on `inputs` needs, of those and of what it found."""
     # An output that is not needed is not saved: the caller may change it in place.
-    reread = [x if i in layout.reread or i >= layout.outputs else None for i, x in enumerate(found)]
+    reread = [x if i in program.reread or i >= program.outputs else None for i, x in enumerate(found)]
     ctx.save_for_backward(*inputs, *reread)
     ctx.set_materialize_grads(False)
 

@@ -4,7 +4,6 @@ An operator returns the function's outputs and, behind them, what the backward n
 so that `torch.compile` traces through both.
 """
 
-import typing
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -40,14 +39,13 @@ _TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logit_sc
 _CONSTANT = {"target", "support", "class_weights", "logit_weights", "row_mask", "temperature", *_TEACHER}
 
 
-def _schema_type(kind: Any) -> str:
-    names = [x.__name__ for x in typing.get_args(kind) or (kind,) if x is not type(None)]
-    return names[0] + "?" * bool(typing.get_args(kind))
-
-
 # All but `vocab_axis`, in the order of the operators' schemas: what a call may leave out, and the types.
 _DEFAULTS = dict(zip(Options._fields[1:], Options()[1:], strict=True))
-_TYPES = {name: _schema_type(kind) for name, kind in typing.get_type_hints(Options).items() if name in _DEFAULTS}
+_TYPES = {
+    name: kind.__name__ if isinstance(kind, type) else str(kind).replace(" | None", "?")
+    for name, kind in Options.__annotations__.items()
+    if name in _DEFAULTS
+}
 
 
 class Operation:
@@ -145,6 +143,9 @@ class Operation:
             self._known[key] = program
         return program
 
+    def _for_any_rows(self, tensors: Sequence[Any], static: Sequence[Any]) -> Program:
+        return programs.program(self.signature(tensors, static), programs.ANY_ROWS)
+
     def _names(self, bits: int) -> tuple[str, ...]:
         return tuple([name for bit, name in enumerate(self.tensors) if bits >> bit & 1])
 
@@ -164,12 +165,10 @@ class Operation:
         return calls.backward(program, present, found, cotangents, self._names(asked))
 
     def _forward_shapes(self, *arguments: Any) -> list[Tensor]:
-        hidden, layout = arguments[0], programs.layout(self.signature(*self._split(arguments)))
+        hidden, found = arguments[0], self._for_any_rows(*self._split(arguments)).found
         return [
-            hidden.new_empty(
-                [hidden.shape[0] if axis is None else axis for axis in shape.axes], dtype=exchange.TO_TORCH[shape.dtype]
-            )
-            for shape in layout.found
+            hidden.new_empty([hidden.shape[0] if n is None else n for n in x.axes], dtype=exchange.TO_TORCH[x.dtype])
+            for x in found
         ]
 
     def _backward_shapes(self, *arguments: Any) -> list[Tensor]:
@@ -181,19 +180,18 @@ class Operation:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         tensors, ctx.static = self._split(inputs)
-        ctx.signature = self.signature(tensors, ctx.static)
-        layout = programs.layout(ctx.signature)
-        graph.save(ctx, layout, tensors, output)
-        ctx.mark_non_differentiable(*output[layout.differentiable :])
+        ctx.program = self._for_any_rows(tensors, ctx.static)
+        graph.save(ctx, ctx.program, tensors, output)
+        ctx.mark_non_differentiable(*output[ctx.program.differentiable :])
 
     def _differentiate(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         tensors, found = self._split(ctx.saved_tensors)
-        given = cotangents[: programs.layout(ctx.signature).differentiable]
+        given = cotangents[: ctx.program.differentiable]
         present = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
         needed = [ctx.needs_input_grad[self.tensors.index(name)] for name in present]
         gradients = graph.gradients(
             ctx,
-            ctx.signature,
+            ctx.program.signature,
             needed,
             given,
             lambda asked, _: self.call_backward(present, ctx.static, found, given, asked),

@@ -46,7 +46,7 @@ def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int]
     found = _run(program.forward, program, given, arrays, tensors[0], staying)
     if (tokens := tensors[0].shape[0]) == program.rows:
         return found
-    return _without_padding(found, program.layout.found, tokens)
+    return _without_padding(found, program.found, tokens)
 
 
 def backward(
@@ -62,14 +62,14 @@ def backward(
     Args:
         program: the forward's.
         tensors: its inputs.
-        saved: what it returned, as tensors or arrays; outputs that `Layout.reread` does not name may be missing.
+        saved: what it returned, as tensors or arrays; outputs that `Program.reread` does not name may be missing.
         cotangents: of the differentiable outputs; None is zero.
         asked: names of inputs.
         total: a sum that `adds_to` says the weight's gradient can be added to; it is returned in place of that.
     """
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]), adds=total is not None)
     taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
-    of_taken = program.layout.taken
+    of_taken = program.taken
     if total is not None:
         taken.append(total)
         of_taken = (*of_taken, ("main_grad", Shape(tuple(total.shape), np.dtype(np.float32))))
