@@ -15,10 +15,14 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torch_bridge.dlpack import exchange
-from torch_bridge.programs import scaling
 from torch_bridge.programs.program import Program, Shape
+
+# Enough programs to fill any GPU's memory bandwidth, few enough to leave in a few microseconds.
+_PROGRAMS = 1024
+_BLOCK = 4096
 
 # Below 1024 rows the memory of padding does not matter and compilations do; from there on powers of two, which are
 # what batches of one size usually have.
@@ -100,7 +104,7 @@ def handed_over(
     For the last backward of a graph: neither the host launches a program of JAX's nor does memory hold both.
     """
     found = [cast(Tensor, saved[program.scaled[name]]).detach() for name in asked]
-    scaling.scale_(found, upstream)
+    scale_(found, upstream)
     return _as_inputs(program, found, asked, tensors[0].shape[0])
 
 
@@ -132,9 +136,11 @@ def _run(
     staying: frozenset[int] = frozenset(),
 ) -> list[Any]:
     """The results of a compiled program; `like` has the call's device and rows."""
-    if like.shape[0] != program.rows:
+    if missing := program.rows - like.shape[0]:
         given = [
-            _padded(x, program.rows, shape.fill) if shape.by_row and isinstance(x, Tensor) else x
+            pad(x, (0, 0) * (x.ndim - 1) + (0, missing), value=shape.fill)
+            if shape.by_row and isinstance(x, Tensor)
+            else x
             for x, (_, shape) in zip(given, shapes, strict=True)
         ]
     return exchange.run(compiled, [name for name, _ in shapes], given, like.device, staying)
@@ -145,6 +151,23 @@ def _without_padding(found: Sequence[Any], shapes: Sequence[Shape], tokens: int)
     return [x[:tokens] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, shapes, strict=True)]
 
 
-def _padded(tensor: Tensor, rows: int, fill: float) -> Tensor:
-    missing = rows - tensor.shape[0]
-    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing), value=fill) if missing else tensor
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies contiguous tensors by `factor []`, a scalar at least as wide on the same device; rounds once.
+
+    A loss's scalar is nearly always 1, which costs no pass over them. On a GPU the host does not know the scalar; a
+    kernel reads it and ends at once where it is 1.
+    """
+    if factor.is_cpu:
+        if (number := factor.item()) != 1:
+            for tensor in tensors:
+                tensor.mul_(number)
+        return
+    from torch_bridge.programs.scale_kernel import scale
+
+    with torch.cuda.device(factor.device):
+        # Two at a time, as most calls have: a launch takes the host longer than all else in such a backward.
+        for first in range(0, len(tensors), 2):
+            one, other = tensors[first], tensors[min(first + 1, len(tensors) - 1)]
+            size, further = one.numel(), 0 if other is one else other.numel()
+            programs = -(-max(size, further, 1) // _BLOCK)
+            scale[(min(_PROGRAMS, programs),)](one, size, other, further, factor, block=_BLOCK)

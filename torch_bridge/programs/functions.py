@@ -65,10 +65,6 @@ _NAMES = {
 }
 
 
-# Inputs with a gradient in a backward that adds the weight's to a sum.
-_OF_SUMS = frozenset(("input", "linear_weight", "linear_bias"))
-
-
 class Function(NamedTuple):
     """A function of a head in the three steps of `pallas_ce`, on arrays by PyTorch's names.
 
@@ -123,10 +119,11 @@ class Function(NamedTuple):
 
     def adds(self, checked: Any, known: Known | None) -> frozenset[str]:
         """Names of inputs whose gradients `add` makes: where a backward recomputes, for one number's cotangent."""
-        if self.steps is not cross_entropy_steps:
+        if self.steps is not cross_entropy_steps or known is None or any(x is not None for x in known.sums):
             return frozenset()
-        problem, made = checked[-1], known is None or any(x is not None for x in known.sums)
-        return frozenset() if made or problem.options.by_row or problem.up is not None else _OF_SUMS
+        problem = checked[-1]
+        served = not problem.options.by_row and problem.up is None
+        return frozenset(("input", "linear_weight", "linear_bias") if served else ())
 
     def add(self, checked: Any, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]) -> Arrays:
         """Gradients by names; in place of the weight's the float32 `total` with it added where it lies."""
@@ -143,11 +140,8 @@ def _mode(options: Options, hidden: jax.Array, weight: Any) -> str | None:
     """The loss's backward mode; "auto" as for a typical number of rows."""
     if options.backward != "auto" or options.implementation == "reference":
         return options.backward
-    static: dict[str, Any] = {name: getattr(options, name) for name in _OF_MODE}
+    names = ("vocab_axis", "dtype", "precision", "vocab_size", "implementation", "scratch_bytes", "reduction")
+    static: dict[str, Any] = {name: getattr(options, name) for name in names}
     typical = jax.ShapeDtypeStruct((_TYPICAL_ROWS, hidden.shape[1]), hidden.dtype)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weight)
     return pallas_ce.explain(typical, like, differentiate=("hidden", "weight"), **static).backward
-
-
-# The options by which a mode is chosen.
-_OF_MODE = ("vocab_axis", "dtype", "precision", "vocab_size", "implementation", "scratch_bytes", "reduction")

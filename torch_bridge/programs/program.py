@@ -173,8 +173,9 @@ class Program:
         arrays, cotangents = self._named(flat[:inputs]), flat[inputs + len(self.found) :]
         known = jax.tree.map(lambda i: flat[inputs + i], self._known)
         if adds:
-            of_added = function.add(function.read(options, arrays), known, *cotangents, frozenset(asked))
-            return tuple(of_added[name] for name in asked)
+            cotangent, total = cotangents
+            of_sum = function.add(function.read(options, arrays), known, cotangent, total, frozenset(asked))
+            return tuple(of_sum[name] for name in asked)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
             problem = function.read(options, {**arrays, **varied})
