@@ -72,15 +72,17 @@ def compare_with_the_whole(rank, _):
     )
     for name, x, y in zip(("loss", "input", "weight", "up", "down"), got, want, strict=True):
         torch.testing.assert_close(x, y[mine] if name in ("weight", "up") else y, rtol=1e-4, atol=1e-5, msg=name)
-    scale = torch.tensor(0.7)
-    want = gradients(lambda x, s: linear_cross_entropy(x, weight, target, logit_scale=s), (hidden, scale))
-    got = gradients(
-        lambda x, s: vocab_parallel_cross_entropy(
-            x, weight[mine], target, logit_scale=s, vocab_start=STARTS[rank], vocab_size=VOCABULARY
-        ),
-        (hidden, scale),
-    )
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for name, value in (("logit_scale", 0.7), ("label_smoothing", 0.0)):  # as tensors, with gradients
+        want = gradients(
+            lambda x, s, name=name: linear_cross_entropy(x, weight, target, **{name: s}), (hidden, torch.tensor(value))
+        )
+        got = gradients(
+            lambda x, s, name=name: vocab_parallel_cross_entropy(
+                x, weight[mine], target, vocab_start=STARTS[rank], vocab_size=VOCABULARY, **{name: s}
+            ),
+            (hidden, torch.tensor(value)),
+        )
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=name)
     # A vocabulary whose ids narrow integers do not hold.
     wide = torch.randn(400, WIDTH)[200 * rank : 200 * rank + 200]
     few = torch.tensor([1, 5, 31, 120])
