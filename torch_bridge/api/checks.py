@@ -44,8 +44,8 @@ class Head(NamedTuple):
     dtype: torch.dtype
 
     def shaped(self, by_row: Tensor) -> Any:
-        """`[N, ...]` with the leading shape."""
-        return by_row.reshape((*self.leading, *by_row.shape[1:]))
+        """`[N, ...]` with the leading shape; a number as it is."""
+        return by_row.reshape((*self.leading, *by_row.shape[1:])) if by_row.ndim else by_row
 
 
 def weight(given: Tensor | LowRank) -> LowRank:

@@ -104,5 +104,5 @@ def linear_distillation(
         **checks.scalars(head.dtype, {"normalizer": normalizer}),
         **checks.temperature(temperature, head.leading, head.dtype),
     }
-    loss: Tensor = LINEAR_DISTILLATION.call(options | head.given | teacher | given)[0]
-    return loss if loss.ndim == 0 else head.shaped(loss)
+    loss: Tensor = head.shaped(LINEAR_DISTILLATION.call(options | head.given | teacher | given)[0])
+    return loss

@@ -67,7 +67,7 @@ def linear_cross_entropy(
     tensors = checks.loss(head.leading, head.size, head.dtype, target, shift=shift, **options)
     given = {**options, **head.given, **tensors, "return_metrics": return_metrics}
     loss, *metrics = LINEAR_CROSS_ENTROPY.call(given)
-    loss = loss if loss.ndim == 0 else head.shaped(loss)
+    loss = head.shaped(loss)
     return (loss, Metrics(*cast(Any, metrics[:5]))) if return_metrics else loss
 
 
