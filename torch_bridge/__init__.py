@@ -2,9 +2,9 @@
 
 `linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` take a head, `linear_distillation` two;
 `cross_entropy` and `selective_log_softmax` take stored logits. `LinearCrossEntropyLoss` is the module.
-`PipelineFusedLoss` serves a pipeline-parallel model, `vocab_parallel_cross_entropy` a head split over a process group,
-and `patch_causal_lm` a Hugging Face model. `to_jax` and `to_torch` exchange tensors and arrays; `memory_usage` shows a
-device's memory.
+`PipelineFusedLoss` serves a pipeline-parallel model, `vocab_parallel_cross_entropy` and `vocab_parallel_log_probs` a
+head split over a process group, and `patch_causal_lm` a Hugging Face model. `to_jax` and `to_torch` exchange tensors
+and arrays; `memory_usage` shows a device's memory.
 
 Needs the extra `torch`. Importing this package does not import PyTorch; it keeps a JAX that has not started yet from
 taking most of a GPU's memory (see `torch_bridge.memory`).
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch_bridge.api.linear import linear_log_probs as linear_log_probs
     from torch_bridge.api.linear import linear_row_statistics as linear_row_statistics
     from torch_bridge.api.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
-    from torch_bridge.api.selective import selective_log_softmax as selective_log_softmax
     from torch_bridge.api.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from torch_bridge.api.vocab_parallel import vocab_parallel_log_probs as vocab_parallel_log_probs
     from torch_bridge.dlpack.exchange import to_jax as to_jax
     from torch_bridge.dlpack.exchange import to_torch as to_torch
     from torch_bridge.integrations.huggingface import patch_causal_lm as patch_causal_lm
@@ -33,25 +33,23 @@ if TYPE_CHECKING:
     from torch_bridge.integrations.pipeline import returning as returning
     from torch_bridge.integrations.pipeline import take_head as take_head
     from torch_bridge.memory import memory_usage as memory_usage
+    from torch_bridge.selective import selective_log_softmax as selective_log_softmax
 
 _HOMES = {
-    "LinearCrossEntropyLoss": "api.modules",
-    "PipelineFusedLoss": "integrations.pipeline",
-    "cross_entropy": "api.cross_entropy",
-    "linear_cross_entropy": "api.linear",
-    "linear_distillation": "api.distillation",
-    "linear_log_probs": "api.linear",
-    "linear_row_statistics": "api.linear",
-    "memory_usage": "memory",
-    "patch_causal_lm": "integrations.huggingface",
-    "put_head_back": "integrations.pipeline",
-    "returning": "integrations.pipeline",
-    "selective_log_softmax": "api.selective",
-    "take_head": "integrations.pipeline",
-    "to_jax": "dlpack.exchange",
-    "to_torch": "dlpack.exchange",
-    "unpatch_causal_lm": "integrations.huggingface",
-    "vocab_parallel_cross_entropy": "api.vocab_parallel",
+    name: home
+    for home, names in {
+        "api.cross_entropy": ["cross_entropy"],
+        "api.distillation": ["linear_distillation"],
+        "api.linear": ["linear_cross_entropy", "linear_log_probs", "linear_row_statistics"],
+        "api.modules": ["LinearCrossEntropyLoss"],
+        "api.vocab_parallel": ["vocab_parallel_cross_entropy", "vocab_parallel_log_probs"],
+        "dlpack.exchange": ["to_jax", "to_torch"],
+        "integrations.huggingface": ["patch_causal_lm", "unpatch_causal_lm"],
+        "integrations.pipeline": ["PipelineFusedLoss", "put_head_back", "returning", "take_head"],
+        "memory": ["memory_usage"],
+        "selective": ["selective_log_softmax"],
+    }.items()
+    for name in names
 }
 
 __all__ = list(_HOMES)

@@ -63,22 +63,19 @@ def keep_pool(ordinal: int, environment: Mapping[str, str] = os.environ) -> None
         return
     try:
         from cuda.bindings import driver  # which PyTorch brings
+
+        threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        status, device = driver.cuDeviceGet(ordinal)
+        if not status:
+            status, pool = driver.cuDeviceGetDefaultMemPool(device)
+        if not status:
+            (status,) = driver.cuMemPoolSetAttribute(pool, threshold, driver.cuuint64_t(_EVERYTHING))
+        why = status.name if status else None
     except ImportError as error:
-        _warn_of_a_pool_given_back(f"{error}: pip install cuda-bindings")
-        return
-    threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
-    status, device = driver.cuDeviceGet(ordinal)
-    if not status:
-        status, pool = driver.cuDeviceGetDefaultMemPool(device)
-    if not status:
-        (status,) = driver.cuMemPoolSetAttribute(pool, threshold, driver.cuuint64_t(_EVERYTHING))
-    if status:
-        _warn_of_a_pool_given_back(status.name)
-
-
-def _warn_of_a_pool_given_back(why: str) -> None:
-    message = "CUDA gives JAX's memory back at each synchronisation, which makes the call after it slower"
-    warnings.warn(f"{message} ({why})", stacklevel=2)
+        why = f"{error}: pip install cuda-bindings"
+    if why:
+        message = "CUDA gives JAX's memory back at each synchronisation, which makes the call after it slower"
+        warnings.warn(f"{message} ({why})", stacklevel=2)
 
 
 @dataclasses.dataclass(frozen=True)

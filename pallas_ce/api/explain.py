@@ -1,6 +1,7 @@
 """`explain`: what a call will do, before it is made."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -225,11 +226,8 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     describe = how.backend.describe
     with known_device((hidden, weight)):
         plans = [how.block_sizes(spec, max(tokens, 1), needed, weight_sum) for needed in passes]
-        launches = (
-            tuple(map(functools.partial(describe, spec, options), passes, (plan.rows for plan in plans)))
-            if describe
-            else ()
-        )
+        kernels = zip(passes, plans, strict=True) if describe else ()
+        launches = tuple(describe(spec, options, needed, plan.rows) for needed, plan in kernels)
     plan = plans[-1]
     scratch = max(plan.scratch_bytes for plan in plans) + part.gathered_bytes
     of_hidden = spec.accumulator

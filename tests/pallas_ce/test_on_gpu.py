@@ -12,6 +12,7 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics, selective_log_softmax
 from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
+    library_loss,
     library_results,
     relative_error,
 )

@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_bridge.autograd.namespace import NAMESPACE
+from torch_bridge.autograd import NAMESPACE
 
 _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 

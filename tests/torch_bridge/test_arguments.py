@@ -11,6 +11,7 @@ from torch_bridge import (
     linear_log_probs,
     selective_log_softmax,
     vocab_parallel_cross_entropy,
+    vocab_parallel_log_probs,
 )
 
 IDS = torch.zeros(3, dtype=torch.int64)
@@ -65,6 +66,11 @@ MISTAKES = [
         (ValueError, "vocab_start=None with 7 rows.*must be ints", {"vocab_start": None}),
         (ValueError, "with 0 rows.*at least one row", {"linear_weight": torch.ones(0, 4)}),
     ]),
+    (vocab_parallel_log_probs, PART, [
+        (ValueError, "vocab_start=24 with 7 rows", {"vocab_start": 24}),
+        (ValueError, r"target has shape \(3, 2\); it must be \(3,\)", {"target": torch.zeros(3, 2).long()}),
+        (ValueError, "temperature=0 must be a finite number above 0", {"temperature": 0.0}),
+    ]),
     (linear_log_probs, HEAD, [
         (ValueError, TARGET_SHAPE, {"target": torch.zeros(3, 1, 2).long()}),
         (ValueError, "K >= 1 targets", {"target": torch.zeros(3, 0).long()}),
@@ -103,7 +109,7 @@ def test_a_mistake_is_named(function, good, kind, message, bad):
 
 
 VALIDATED = [(linear_cross_entropy, HEAD, 7), (linear_log_probs, HEAD, 7), (cross_entropy, LOGITS, 7),
-             (vocab_parallel_cross_entropy, PART, 30)]  # fmt: skip
+             (vocab_parallel_cross_entropy, PART, 30), (vocab_parallel_log_probs, PART, 30)]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8])
@@ -115,5 +121,5 @@ def test_targets_outside_the_vocabulary_are_named_where_they_are_validated(funct
         with pytest.raises(ValueError, match=message):
             function(**good | {"target": target}, validate_labels=True)
     given = good | {"ignore_index": -1, "target": torch.tensor([-1, 0, 6], dtype=dtype)}
-    if function is not vocab_parallel_cross_entropy:  # which needs a process group
+    if good is not PART:  # which needs a process group
         torch.testing.assert_close(function(**given, validate_labels=True), function(**given), rtol=0, atol=0)

@@ -7,7 +7,7 @@ import torch
 from pallas_ce import LowRank
 from tests.torch_bridge.problems import compilations, head
 from torch_bridge import linear_cross_entropy, linear_log_probs
-from torch_bridge.programs.bucketing import bucket
+from torch_bridge.programs.calls import bucket
 
 
 def test_a_bucket_holds_the_rows_and_from_1024_on_not_twice_as_many():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.torch_bridge import processes
-from torch_bridge.programs.scaling import scale_
+from torch_bridge.programs.calls import scale_
 
 _INTERPRETED = """
 import torch

@@ -10,7 +10,7 @@ import torch
 
 import torch_bridge
 from tests.torch_bridge.problems import as_on_a_gpu
-from torch_bridge.autograd import eager
+from torch_bridge.autograd import graph
 from torch_bridge.materialized import chunks
 from torch_bridge.selective import log_probs_from_logits, logprobs_from_logits, selective_log_softmax
 
@@ -98,7 +98,7 @@ def test_no_tensor_of_the_logits_size_is_made_forward_and_only_the_gradient_back
 
     monkeypatch.setitem(chunks.ELEMENTS, "cpu", 256)
     logits = torch.randn(2, 8, 256).bfloat16().requires_grad_()
-    monkeypatch.setattr(eager, "serves", lambda tensors: True)  # not the operator, as without the mode
+    monkeypatch.setattr(graph, "serves", lambda tensors: True)  # not the operator, as without the mode
     with Largest() as forward:
         value = log_probs_from_logits(logits, torch.zeros(2, 8, dtype=torch.long), temperature).sum()
     assert forward.elements <= 2 * 256

@@ -1,5 +1,6 @@
 """Two processes hold unequal parts of a head's vocabulary: loss and gradients equal the whole head's."""
 
+import functools
 import itertools
 
 import pytest
@@ -7,7 +8,12 @@ import torch
 
 from pallas_ce import LowRank
 from tests.torch_bridge import processes
-from torch_bridge import linear_cross_entropy, vocab_parallel_cross_entropy
+from torch_bridge import (
+    linear_cross_entropy,
+    linear_log_probs,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_log_probs,
+)
 
 TOKENS, WIDTH, VOCABULARY = (3, 4), 8, 30
 STARTS = (0, 7, VOCABULARY)
@@ -17,6 +23,8 @@ OPTIONS = (
     {"reduction": "sum"},
     {"reduction": "none"},
     {"normalizer": 5.0},
+    {"class_weights": torch.linspace(-0.2, 2, VOCABULARY).relu()},
+    {"class_weights": torch.linspace(0, 2, VOCABULARY), "label_smoothing": 0.2, "z_loss": 1e-2, "reduction": "sum"},
 )
 
 
@@ -64,15 +72,17 @@ def compare_with_the_whole(rank, _):
     )
     for name, x, y in zip(("loss", "input", "weight", "up", "down"), got, want, strict=True):
         torch.testing.assert_close(x, y[mine] if name in ("weight", "up") else y, rtol=1e-4, atol=1e-5, msg=name)
-    scale = torch.tensor(0.7)
-    want = gradients(lambda x, s: linear_cross_entropy(x, weight, target, logit_scale=s), (hidden, scale))
-    got = gradients(
-        lambda x, s: vocab_parallel_cross_entropy(
-            x, weight[mine], target, logit_scale=s, vocab_start=STARTS[rank], vocab_size=VOCABULARY
-        ),
-        (hidden, scale),
-    )
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for name, value in (("logit_scale", 0.7), ("label_smoothing", 0.0)):  # as tensors, with gradients
+        want = gradients(
+            lambda x, s, name=name: linear_cross_entropy(x, weight, target, **{name: s}), (hidden, torch.tensor(value))
+        )
+        got = gradients(
+            lambda x, s, name=name: vocab_parallel_cross_entropy(
+                x, weight[mine], target, vocab_start=STARTS[rank], vocab_size=VOCABULARY, **{name: s}
+            ),
+            (hidden, torch.tensor(value)),
+        )
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=name)
     # A vocabulary whose ids narrow integers do not hold.
     wide = torch.randn(400, WIDTH)[200 * rank : 200 * rank + 200]
     few = torch.tensor([1, 5, 31, 120])
@@ -105,29 +115,89 @@ def refuse_parts_that_are_not(rank, _):
     assert loss(torch.zeros_like(mine), half * rank, validate_parts=True).isfinite()  # an initial value of many
 
 
+def log_probs_in_float64(hidden, weight, bias, scale, target, temperature, softcap):
+    """Log-probabilities, entropies and the largest logits' ids, of rows whose target is in the vocabulary."""
+    z = scale * (hidden @ weight.T + bias)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    log_p = (z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)).log_softmax(-1)
+    counted = (target >= 0) & (target < VOCABULARY)
+    picked = log_p.gather(-1, target.where(counted, 0)[..., None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return tuple(torch.where(counted, x, 0) for x in (picked, entropy, log_p.argmax(-1)))
+
+
+def compare_log_probs_with_float64(rank, _):
+    torch.manual_seed(1)
+    mine = slice(STARTS[rank], STARTS[rank + 1])
+    temperatures = (1.0, 0.3, torch.tensor(1.5), 0.5 + torch.rand(TOKENS))
+    for temperature, softcap in itertools.product(temperatures, (None, 4.0)):
+        hidden, weight, bias = torch.randn(*TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)
+        scale, upstream, target = torch.tensor(0.9), torch.randn(2, *TOKENS), torch.randint(0, VOCABULARY, TOKENS)
+        target[-1] = torch.tensor([-100, 0, VOCABULARY - 1, VOCABULARY])
+        weight[20], bias[20] = weight[3], bias[3]  # the largest logit of a row is in both parts
+        hidden[1, 0] = weight[3]
+        bias[3] = bias[20] = 5.0
+        exact = [x.double().requires_grad_() for x in (hidden, weight, bias, scale)]
+        *want, argmax = log_probs_in_float64(*exact, target, temperature, softcap)
+        given = [x.clone().requires_grad_() for x in (hidden, weight[mine], bias[mine], scale)]
+        row = vocab_parallel_log_probs(
+            *given[:2], target, linear_bias=given[2], logit_scale=given[3], temperature=temperature,
+            logit_softcap=softcap, return_entropy=True, return_argmax=True, vocab_start=STARTS[rank],
+            vocab_size=VOCABULARY, validate_parts=True,
+        )  # fmt: skip
+        assert row.argmax.equal(argmax.int())
+        assert row.argmax[1, 0] == 3
+        got = [row.log_prob, row.entropy]
+        found = torch.autograd.grad(got, given, list(upstream))
+        whole = torch.autograd.grad(want, exact, list(upstream.double()))
+        whole = [x[mine] if place in (1, 2) else x for place, x in enumerate(whole)]
+        torch.testing.assert_close([*got, *found], [*want, *whole], rtol=1e-4, atol=2e-5, check_dtype=False)
+    alone = vocab_parallel_log_probs(hidden, weight[mine], target, vocab_start=STARTS[rank], vocab_size=VOCABULARY)
+    torch.testing.assert_close(alone, linear_log_probs(hidden, weight, target), rtol=1e-5, atol=1e-5)
+
+
 def hold_what_is_not_finite(rank, _):
-    """A NaN of one part is one of the whole; a part of -inf only has no share in it."""
+    """Values and gradients are as in the whole head: of +inf or NaN on one process, and of -inf on one or on both."""
     torch.manual_seed(0)
-    hidden, weight, target = torch.randn(4, WIDTH, requires_grad=True), torch.randn(VOCABULARY, WIDTH), torch.arange(4)
-    mine, half = slice(STARTS[rank], STARTS[rank + 1]), weight[: STARTS[1]]
-    for value in (torch.nan, -torch.inf):
+    hidden, weight = torch.randn(4, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    mine = slice(STARTS[rank], STARTS[rank + 1])
+    place = {"vocab_start": STARTS[rank], "vocab_size": VOCABULARY}
+
+    def log_probs(function, *head, **options):
+        found = function(*head, return_entropy=True, **options)
+        return torch.stack((found[0] if function is linear_log_probs else found.log_prob, found.entropy))
+
+    functions = (
+        (linear_cross_entropy, vocab_parallel_cross_entropy, {"reduction": "none"}),
+        (linear_cross_entropy, vocab_parallel_cross_entropy, {"z_loss": 0.1, "label_smoothing": 0.1}),
+        (functools.partial(log_probs, linear_log_probs), functools.partial(log_probs, vocab_parallel_log_probs), {}),
+    )
+    faults = [(value, at) for value in (torch.inf, torch.nan, -torch.inf) for at in (slice(12, 13), slice(7, None))]
+    for (value, at), (whole, part, options) in itertools.product([*faults, (-torch.inf, slice(None))], functions):
         bias = torch.zeros(VOCABULARY)
-        bias[STARTS[1] :] = value
-        loss = vocab_parallel_cross_entropy(
-            hidden, weight[mine], target, linear_bias=bias[mine], vocab_start=STARTS[rank], vocab_size=VOCABULARY
-        )
-        if value != -torch.inf:
-            assert loss.isnan()
-            continue
-        want = linear_cross_entropy(hidden, half, target)
-        torch.testing.assert_close(loss, want)
-        (got, exact) = (torch.autograd.grad(x, hidden)[0] for x in (loss, want))
-        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
+        bias[at] = value
+        target = torch.tensor([0, 3, 5, -100] if value == -torch.inf else [0, 12, 9, -100])
+
+        def call(x, w, b, function, target=target, options=options, **place):
+            return function(x, w, target, linear_bias=b, **options, **place)
+
+        want = gradients(functools.partial(call, function=whole), (hidden, weight, bias))
+        got = gradients(functools.partial(call, function=part, **place), (hidden, weight[mine], bias[mine]))
+        want = [x[mine] if name in (2, 3) else x for name, x in enumerate(want)]
+        # What else makes the loss infinite has infinite derivatives, whose sums may differ.
+        if "z_loss" in options or (value == torch.inf and not options):
+            got, want = got[:1], want[:1]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True, msg=f"{value} {at} {options}")
 
 
 def every_check(rank, device):
     """In one group: starting two processes takes longer than all of it."""
-    for check in (compare_with_the_whole, refuse_parts_that_are_not, hold_what_is_not_finite):
+    for check in (
+        compare_with_the_whole,
+        refuse_parts_that_are_not,
+        compare_log_probs_with_float64,
+        hold_what_is_not_finite,
+    ):
         check(rank, device)
 
 

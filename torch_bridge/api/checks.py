@@ -9,19 +9,14 @@ from torch import Tensor, nn
 from pallas_ce import LowRank
 from pallas_ce.api import integration
 from pallas_ce.api.integration import PrecisionLike
-from torch_bridge.autograd.namespace import NAMESPACE
+from torch_bridge.autograd import NAMESPACE
 from torch_bridge.dlpack import exchange
+from torch_bridge.materialized.chunks import wide
 
-_DTYPES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+_DTYPES = {getattr(torch, name): name for name in ("bfloat16", "float16", "float32", "float64")}
 
 # The widths that the operators take. Others become int64, which holds every id of a vocabulary.
 _LABELS = (torch.int32, torch.int64)
-
 
 # Scalars: the number whose term is left out, and the bounds of others.
 _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
@@ -46,16 +41,16 @@ class Head(NamedTuple):
     given: dict[str, Any]
     leading: torch.Size
     size: int
-    dtype: str
+    dtype: torch.dtype
 
     def shaped(self, by_row: Tensor) -> Any:
-        """`[N, ...]` with the leading shape."""
-        return by_row.reshape((*self.leading, *by_row.shape[1:]))
+        """`[N, ...]` with the leading shape; a number as it is."""
+        return by_row.reshape((*self.leading, *by_row.shape[1:])) if by_row.ndim else by_row
 
 
 def weight(given: Tensor | LowRank) -> LowRank:
     """The tensors of a weight `[V', H]`; `up` and `down` are None where it has no term."""
-    read: LowRank = integration.read_low_rank(given, _floating, "linear_weight")
+    read: LowRank = integration.read_low_rank(given, floating, "linear_weight")
     if read.weight.ndim != 2:
         raise ValueError(f"linear_weight has shape {tuple(read.weight.shape)}; it must be [V, H]")
     if read.up is not None:
@@ -91,26 +86,25 @@ def head(
             f"{input.shape[-1]} in the one and {width} in the other"
         )
     shape("linear_bias", linear_bias, (rows,))
-    dtype, leading = _multiplied(input), input.shape[:-1]
+    dtype, leading = _of_products(input), input.shape[:-1]
     given = {
         "input": by_row(input, leading),
         "linear_weight": read.weight,
         "linear_up": read.up,
         "linear_down": read.down,
         "term_scale": read.scale,
-        "dtype": dtype,
+        "dtype": _DTYPES[dtype],
         "precision": precision_of(precision, input.device),
         **scalars(dtype, {"logit_scale": logit_scale}),
     }
     return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), dtype)
 
 
-def _multiplied(input: Tensor) -> str:
+def _of_products(input: Tensor) -> torch.dtype:
     """The dtype in which products are made: input's, or autocast's."""
     kind = input.device.type
-    if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return _DTYPES[torch.get_autocast_dtype(kind)]
-    return _DTYPES[input.dtype]
+    is_cast = input.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else input.dtype
 
 
 def teacher(
@@ -124,26 +118,31 @@ def teacher(
         raise ValueError(f"teacher_weight has shape {tuple(weight.shape)}; it must be [V, H_t]")
     shape("teacher_input", input, (*leading, weight.shape[1]))
     shape("teacher_bias", bias, weight.shape[:1])
+    dtype = _of_products(input)
     return {
         "teacher_input": by_row(input.detach(), leading),
         "teacher_weight": weight.detach(),
         "teacher_bias": None if bias is None else bias.detach(),
-        "teacher_dtype": _multiplied(input),
-        **scalars(_multiplied(input), {"teacher_logit_scale": logit_scale}),
+        "teacher_dtype": _DTYPES[dtype],
+        **scalars(dtype, {"teacher_logit_scale": logit_scale}),
     }
 
 
-def mask(row_mask: Tensor) -> Tensor:
-    """Checks the mask's dtype."""
+def mask(row_mask: Tensor | None, input: Tensor) -> Tensor:
+    """bool `[N]`; all rows by default, without those that a program pads with."""
+    leading = input.shape[:-1]
+    if row_mask is None:
+        return torch.ones(leading.numel(), dtype=torch.bool, device=input.device)
+    shape("row_mask", row_mask, leading)
     if row_mask.dtype != torch.bool:
         raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
-    return row_mask
+    return by_row(row_mask, leading)
 
 
 def loss(
     leading: Sequence[int],
     size: int,
-    dtype: str,
+    dtype: torch.dtype,
     target: Tensor,
     *,
     shift: int = 0,
@@ -158,15 +157,18 @@ def loss(
     """The tensors of cross entropy beside its logits; `size` is V."""
     integration.check_reduction(reduction, normalizer, "auto")
     shape("class_weights", class_weights, (size,))
-    shape("token_weights", token_weights, leading)
-    if token_weights is not None:
-        token_weights = by_row(_shifted(token_weights, shift, leading, 0), leading)
     return {
         "target": labels(target, leading, shift=shift, size=size, **options),
         "class_weights": class_weights,
-        "token_weights": token_weights,
+        "token_weights": of_tokens(token_weights, leading, shift),
         **scalars(dtype, {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}),
     }
+
+
+def of_tokens(token_weights: Tensor | None, leading: Sequence[int], shift: int = 0) -> Tensor | None:
+    """Token weights `[N]`."""
+    shape("token_weights", token_weights, leading)
+    return None if token_weights is None else by_row(_shifted(token_weights, shift, leading, 0), leading)
 
 
 def precision_of(value: PrecisionLike | None, device: torch.device) -> str:
@@ -189,25 +191,12 @@ def _tf32_on_cuda() -> bool:
 _tf32_on_cuda._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def floating(name: str, tensor: Tensor) -> str:
-    """Checks a dense tensor of a dtype that there are losses for, and returns that."""
+def floating(name: str, tensor: Any) -> Tensor:
+    """The tensor, checked to be dense and of a dtype that there are losses for."""
     exchange.check_dense(name, tensor)
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be one of {list(_DTYPES.values())}")
-    return _DTYPES[tensor.dtype]
-
-
-def _floating(name: str, tensor: Any) -> Tensor:
-    """The tensor, checked."""
-    floating(name, tensor)
     return cast(Tensor, tensor)
-
-
-def vocabulary(logits: Tensor, vocab_size: int | None) -> int:
-    """V of materialized logits `[..., V']`."""
-    if logits.ndim < 1:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [..., V]")
-    return size(vocab_size, logits.shape[-1], "the logits' columns")
 
 
 def size(vocab_size: int | None, most: int, of: str) -> int:
@@ -308,7 +297,7 @@ def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
 
 
-def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> dict[str, Any]:
+def temperature(value: float | Tensor, leading: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
     """A number, which is compiled in, or else a tensor `[]` or `[N]` in the dtype of the sums."""
     if not isinstance(value, Tensor):
         if not isinstance(number := integration.check_temperature(value, tuple(leading)), float):
@@ -322,23 +311,21 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> di
             f"temperature has shape {tuple(value.shape)}; it must be a scalar or have input's leading shape "
             f"{tuple(leading)}"
         )
-    value = value.to(_wide(dtype))
+    value = value.to(wide(dtype))
     return {"temperature": by_row(value, leading) if value.ndim else value}
 
 
-def scalars(dtype: str, given: Mapping[str, float | Tensor | None]) -> dict[str, Tensor | None]:
+def scalars(dtype: torch.dtype, given: Mapping[str, float | Tensor | None]) -> dict[str, Tensor | None]:
     """0-d tensors in the dtype of the sums; None for a number whose term is left out."""
     return {name: _scalar(name, value, dtype, *_SCALARS[name]) for name, value in given.items()}
 
 
-def _scalar(name: str, value: float | Tensor | None, dtype: str, absent: float | None, *bounds: float) -> Tensor | None:
+def _scalar(
+    name: str, value: float | Tensor | None, dtype: torch.dtype, absent: float | None, *bounds: float
+) -> Tensor | None:
     if value is absent or (isinstance(value, float) and value == absent):
         return None
     number = integration.check_scalar(name, value, *bounds)
     if isinstance(number, Tensor):
-        return number.to(_wide(dtype))
-    return None if number == absent else torch.tensor(number, dtype=_wide(dtype))
-
-
-def _wide(dtype: str) -> torch.dtype:
-    return torch.float64 if dtype == "float64" else torch.float32
+        return number.to(wide(dtype))
+    return None if number == absent else torch.tensor(number, dtype=wide(dtype))

@@ -13,7 +13,7 @@ from pallas_ce.api import integration
 from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import LossOptions
-from torch_bridge.autograd import eager, first_order
+from torch_bridge.autograd import first_order, graph
 from torch_bridge.dlpack import exchange
 from torch_bridge.materialized import kernels, losses, one_program, rows
 from torch_bridge.materialized.chunks import check_inplace, wide
@@ -27,7 +27,6 @@ def cross_entropy(
     target: Tensor,
     *,
     logit_softcap: float | None = None,
-    class_weights: Tensor | None = None,
     vocab_size: int | None = None,
     inplace_backward: bool = False,
     **options: Unpack[LossOptions],
@@ -42,7 +41,6 @@ def cross_entropy(
         logits: `[..., V']` bfloat16, float16, float32 or float64; the class is the last axis. A slice is not copied.
         target: `[...]` integers; those outside `[0, vocab_size)` count as ignored.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None.
-        class_weights: `[V]`, PyTorch's `weight`; a constant.
         vocab_size: V; columns from there on are padding. Default V'.
         inplace_backward: write the gradient over the logits' memory, in the backward or at once. They must not be
             needed after this function, by anything: the values there are lost. What `torch.compile` compiles plans
@@ -69,9 +67,11 @@ def cross_entropy(
     References:
         See `pallas_ce.cross_entropy`.
     """
-    dtype, size, leading = checks.floating("logits", logits), checks.vocabulary(logits, vocab_size), logits.shape[:-1]
+    if checks.floating("logits", logits).ndim < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [..., V]")
+    size, leading = checks.size(vocab_size, logits.shape[-1], "the logits' columns"), logits.shape[:-1]
     check_inplace(logits, inplace_backward)
-    given = checks.loss(leading, size, dtype, target, class_weights=class_weights, **options)
+    given = checks.loss(leading, size, logits.dtype, target, **options)
     ignore_index = integration.read_ignore_index(options.get("ignore_index", -100))
     reduction = options.get("reduction", "mean")
     tensors = {name: x for name, x in given.items() if x is not None}
@@ -79,20 +79,21 @@ def cross_entropy(
     exchange.check_one_device(everything)
     first_order.reverse_mode(everything)
     # Gradients in float16 may underflow before the upstream scalar is known.
-    if reduction != "none" and logits.dtype != torch.float16 and eager.serves((logits, *tensors.values())):
+    if reduction != "none" and logits.dtype != torch.float16 and graph.serves((logits, *tensors.values())):
         serving = kernels.serving(logits, rows.spec(logits, size, logit_softcap))
         if serving and serving.serve_at_once(logits):
             return one_program.cross_entropy(serving, reduction, ignore_index, logits, tensors, inplace_backward)
     ids = tensors["target"].long()
     counted = losses.counted(ids, size, ignore_index)
     ids = ids.where(counted, 0)
+    class_weights = tensors.get("class_weights")
     classes = None if class_weights is None else class_weights.detach().to(wide(logits.dtype))
     # Numbers whose term is left out are None, and left to the defaults.
     once: dict[str, Any] = {
         name: first_order.differentiable_once(x) for name, x in tensors.items() if name not in _CONSTANT
     }
     smoothed = "label_smoothing" in once
-    static = rows.Options("lse,log_prob" + ",mean_log_prob" * smoothed, size, logit_softcap, inplace=inplace_backward)
+    static = rows.Options(size, smoothed, logit_softcap, inplace=inplace_backward)
     mean_weights = classes / size if smoothed and classes is not None else None
     found = rows.row_statistics(logits, ids[:, None], counted, mean_weights, static)
     return losses.cross_entropy(

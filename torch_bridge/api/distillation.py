@@ -2,7 +2,6 @@
 
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
 from pallas_ce import LowRank
@@ -92,14 +91,11 @@ def linear_distillation(
     integration.check_reduction(reduction, normalizer, "auto")
     head = checks.head(input, linear_weight, **options)
     teacher = checks.teacher(teacher_input, teacher_weight, teacher_bias, teacher_logit_scale, head.leading)
-    checks.shape("row_mask", row_mask, head.leading)
-    checks.shape("token_weights", token_weights, head.leading)
-    if row_mask is None and target is None:  # rows that a program pads with do not count
-        row_mask = torch.ones(head.leading, dtype=torch.bool, device=input.device)
+    all_count = row_mask is None and target is not None
     given: dict[str, Any] = {
         "target": None if target is None else checks.labels(target, head.leading, ignore_index=ignore_index),
-        "row_mask": None if row_mask is None else checks.by_row(checks.mask(row_mask), head.leading),
-        "token_weights": None if token_weights is None else checks.by_row(token_weights, head.leading),
+        "row_mask": None if all_count else checks.mask(row_mask, input),
+        "token_weights": checks.of_tokens(token_weights, head.leading),
         "divergence": divergence,
         "beta": beta,
         "ignore_index": ignore_index,
@@ -108,5 +104,5 @@ def linear_distillation(
         **checks.scalars(head.dtype, {"normalizer": normalizer}),
         **checks.temperature(temperature, head.leading, head.dtype),
     }
-    loss: Tensor = LINEAR_DISTILLATION.call(options | head.given | teacher | given)[0]
-    return loss if loss.ndim == 0 else head.shaped(loss)
+    loss: Tensor = head.shaped(LINEAR_DISTILLATION.call(options | head.given | teacher | given)[0])
+    return loss

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
-import torch
 from torch import Tensor
 
 from pallas_ce import LogProbs, LowRank, Metrics, RowStatistics
@@ -68,7 +67,7 @@ def linear_cross_entropy(
     tensors = checks.loss(head.leading, head.size, head.dtype, target, shift=shift, **options)
     given = {**options, **head.given, **tensors, "return_metrics": return_metrics}
     loss, *metrics = LINEAR_CROSS_ENTROPY.call(given)
-    loss = loss if loss.ndim == 0 else head.shaped(loss)
+    loss = head.shaped(loss)
     return (loss, Metrics(*cast(Any, metrics[:5]))) if return_metrics else loss
 
 
@@ -123,15 +122,12 @@ def linear_row_statistics(
     names = [name for name in RowStatistics._fields if name in asked and name != "argmax"]
     names += ["argmax"] if "argmax" in asked else []
     head = checks.head(input, linear_weight, **options)
-    checks.shape("row_mask", row_mask, head.leading)
-    if row_mask is None:
-        row_mask = torch.ones(head.leading, dtype=torch.bool, device=input.device)
     checks.shape("logit_weights", logit_weights, (head.size,))
     given = {
         "target": None if target is None else checks.labels(target, head.leading, several=True),
         "statistics": ",".join(names),
         "logit_weights": logit_weights,
-        "row_mask": checks.by_row(checks.mask(row_mask), head.leading),
+        "row_mask": checks.mask(row_mask, input),
         **checks.temperature(temperature, head.leading, head.dtype),
     }
     found = LINEAR_ROW_STATISTICS.call(options | head.given | given)

@@ -61,6 +61,7 @@ class LossOptions(TargetOptions, total=False):
     """Cross entropy, reduced.
 
     Attributes:
+        class_weights: `[V]`, PyTorch's `weight`; a constant.
         token_weights: `[...]`, differentiable.
         reduction: "mean", "sum", or "none" for `[...]`.
         label_smoothing: in [0, 1]; differentiable, as a tensor. Numbers may change from call to call without compiling
@@ -69,6 +70,7 @@ class LossOptions(TargetOptions, total=False):
         normalizer: what the mean divides by, in place of the (weighted) number of tokens that count.
     """
 
+    class_weights: Tensor | None
     token_weights: Tensor | None
     reduction: Reduction
     label_smoothing: float | Tensor
@@ -80,16 +82,18 @@ class PartOptions(HeadOptions, LossOptions, total=False):
     """The loss of a head that has a part of the vocabulary."""
 
 
+class PartLogProbsOptions(HeadOptions, TargetOptions, total=False):
+    """A head with targets that has a part of the vocabulary."""
+
+
 class CrossEntropyOptions(WholeHeadOptions, LossOptions, total=False):
     """The loss of a head.
 
     Attributes:
-        class_weights: `[V]`, PyTorch's `weight`; a constant.
         backward: "in_forward" computes the gradients in the forward and keeps them, with three matrix products;
             "recompute" keeps O(N) numbers and computes logits twice, with four: take it where many forwards wait for
             their backward, or under activation checkpointing. "auto" takes in_forward for scalar losses where its
             scratch fits.
     """
 
-    class_weights: Tensor | None
     backward: Backward

@@ -1,19 +1,109 @@
-"""What the autograd graph around a call asks of its backward, and where a weight's gradient goes."""
+"""What autograd saves around a call and asks of its backward, and eager calls past PyTorch's dispatcher.
 
-from collections.abc import Callable, Sequence
+The dispatcher's wrapping of a Python operator costs more than the operation. Compilation, dispatch modes and constants
+in functional transforms need the operator. All other calls are `Eager`, with the same programs, saved tensors and
+gradients.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import torch
 from torch import Tensor
 
 from torch_bridge.autograd import first_order
-from torch_bridge.programs.program import WEIGHT, Layout, Signature
+from torch_bridge.dlpack import exchange
+from torch_bridge.programs import calls
+from torch_bridge.programs.program import WEIGHT, Program, Signature
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def save(ctx: Any, layout: Layout, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
+def serves(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd alone follows a call on these tensors."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+class Eager(torch.autograd.Function):
+    """`(*tensors, operation, program, static) -> outputs`, for an `Operation` and its arguments behind the tensors.
+
+    Without missing tensors: autograd takes as long for None as for a tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        """The program's outputs; saves what else the backward needs."""
+        *tensors, ctx.operation, program, ctx.static = inputs
+        ctx.program = program
+        found = calls.forward(program, tensors, program.staying)
+        # Numbers by row, which live as long as the graph.
+        ctx.staying = {i: found[i] for i in program.staying}
+        save(ctx, program, tensors, [x if isinstance(x, Tensor) else None for x in found])
+        outputs = [x for x in found[: program.outputs] if isinstance(x, Tensor)]
+        ctx.mark_non_differentiable(*outputs[program.differentiable :])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the tensors, and none for the rest."""
+        program: Program = ctx.program
+        signature = program.signature
+        count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: program.differentiable]
+
+        def compute(asked: tuple[str, ...], total: Tensor | None) -> Sequence[Tensor]:
+            tensors, found = saved[:count], list(saved[count:])
+            # Only the operator raises where these gradients are to be differentiated in turn.
+            if serves((*saved, *given)) and not torch.is_grad_enabled():
+                for place, array in ctx.staying.items():
+                    found[place] = array
+                return _computed(program, tensors, found, given, asked, total)
+            for place, array in ctx.staying.items():
+                found[place] = exchange.to_torch(array)[: tensors[0].shape[0]]
+            named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
+            operation: Any = ctx.operation
+            return list(operation.call_backward(named, ctx.static, found, given, asked))
+
+        made = gradients(ctx, signature, ctx.needs_input_grad, given, compute)
+        return (*[made.get(name) for name, _ in signature.arrays], None, None, None)
+
+
+def _computed(
+    program: Program,
+    tensors: Sequence[Tensor],
+    found: Sequence[Tensor | jax.Array | None],
+    given: Sequence[Tensor | None],
+    asked: tuple[str, ...],
+    total: Tensor | None,
+) -> list[Tensor]:
+    """The gradients in `asked`; unless the graph is kept, it hands over the ones that lack the upstream scalar only.
+
+    A `total` to which the backward can add the weight's gradient is returned in place of that.
+    """
+    if total is not None and calls.adds_to(program, total, tensors[WEIGHT], asked):
+        return calls.backward(program, tensors, found, given, asked, total)
+    kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    handed = () if kept_graph else tuple(name for name in asked if name in program.scaled)
+    others = tuple(name for name in asked if name not in handed)
+    made: dict[str, Tensor] = {}
+    if others:
+        made |= zip(others, calls.backward(program, tensors, found, given, others), strict=True)
+    if handed:
+        (upstream,) = given
+        assert upstream is not None
+        made |= zip(handed, calls.handed_over(program, tensors, found, upstream, handed), strict=True)
+    return [made[name] for name in asked]
+
+
+def save(ctx: Any, program: Program, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
     """Saves what the backward of a forward on `inputs` needs, of those and of what it found."""
     # An output that is not needed is not saved: the caller may change it in place.
-    reread = [x if i in layout.reread or i >= layout.outputs else None for i, x in enumerate(found)]
+    reread = [x if i in program.reread or i >= program.outputs else None for i, x in enumerate(found)]
     ctx.save_for_backward(*inputs, *reread)
     ctx.set_materialize_grads(False)
 

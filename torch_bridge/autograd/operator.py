@@ -4,17 +4,17 @@ An operator returns the function's outputs and, behind them, what the backward n
 so that `torch.compile` traces through both.
 """
 
-import typing
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_bridge.autograd import eager, first_order, graph
-from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
+import pallas_ce
+from pallas_ce.api import integration
+from torch_bridge.autograd import NAMESPACE, OPERATORS, first_order, graph
 from torch_bridge.dlpack import exchange
-from torch_bridge.programs import bucketing, calls, functions
+from torch_bridge.programs import calls
 from torch_bridge.programs import program as programs
 from torch_bridge.programs.functions import Function, Options
 from torch_bridge.programs.program import Program, Shape, Signature
@@ -39,14 +39,13 @@ _TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logit_sc
 _CONSTANT = {"target", "support", "class_weights", "logit_weights", "row_mask", "temperature", *_TEACHER}
 
 
-def _schema_type(kind: Any) -> str:
-    names = [x.__name__ for x in typing.get_args(kind) or (kind,) if x is not type(None)]
-    return names[0] + "?" * bool(typing.get_args(kind))
-
-
 # All but `vocab_axis`, in the order of the operators' schemas: what a call may leave out, and the types.
 _DEFAULTS = dict(zip(Options._fields[1:], Options()[1:], strict=True))
-_TYPES = {name: _schema_type(kind) for name, kind in typing.get_type_hints(Options).items() if name in _DEFAULTS}
+_TYPES = {
+    name: kind.__name__ if isinstance(kind, type) else str(kind).replace(" | None", "?")
+    for name, kind in Options.__annotations__.items()
+    if name in _DEFAULTS
+}
 
 
 class Operation:
@@ -56,14 +55,15 @@ class Operation:
     "linear_weight" `[V, H]`, which are always there, come first.
     """
 
-    def __init__(self, name: str, function: Function, further: tuple[str, ...]) -> None:
+    def __init__(self, name: str, steps: Any, further: tuple[str, ...]) -> None:
         # Now and not when first read: torch.compile guards the attributes that a trace has read.
-        self.name, self.function, self.tensors = name, function, _HEAD + further
+        self.name, self.function, self.tensors = name, Function(getattr(pallas_ce, name), steps), _HEAD + further
         # The bit of each tensor, or 0 if it has no gradient.
         self._bits = tuple([0 if x in _CONSTANT else 1 << place for place, x in enumerate(self.tensors)])
         self._missing: dict[str, Any] = dict.fromkeys(self.tensors) | _DEFAULTS
         # Programs by a key that is quicker to make than a signature.
         self._known: dict[Hashable, Program] = {}
+        self._register()
 
     def call(self, given: dict[str, Any]) -> list[Tensor]:
         """The function's outputs, differentiable as the tensors require it.
@@ -80,12 +80,12 @@ class Operation:
                 if tensor is not None and tensor.requires_grad:
                     differentiated |= bit
         static = (differentiated, *[given[name] for name in _DEFAULTS])
-        if not eager.serves(tensors):
+        if not graph.serves(tensors):
             return list(getattr(OPERATORS, self.name)(*tensors, *static))
         program = self.program(tensors, static)
         if not differentiated:
             return calls.forward(program, list(named.values()))
-        function: Any = eager.Eager
+        function: Any = graph.Eager
         return list(function.apply(*named.values(), self, program, static))
 
     def call_backward(
@@ -102,7 +102,7 @@ class Operation:
         given = [tensors.get(name) for name in self.tensors]
         return list(operator(*given, *static, list(found), list(cotangents), bits))
 
-    def register(self) -> None:
+    def _register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
         given = [f"Tensor{'' if name in _HEAD[:2] else '?'} {name}" for name in self.tensors]
         inputs = ", ".join([*given, "int differentiated", *[f"{kind} {name}" for name, kind in _TYPES.items()]])
@@ -137,11 +137,14 @@ class Operation:
         """The program for a call with the operator's arguments."""
         key = (_vocab_axis(tensors[1]), *static, *[None if x is None else (x.shape, x.dtype) for x in tensors])
         if (program := self._known.get(key)) is None:
-            program = programs.program(self.signature(tensors, static), bucketing.bucket(tensors[0].shape[0]))
+            program = programs.program(self.signature(tensors, static), calls.bucket(tensors[0].shape[0]))
             if len(self._known) >= _CALLS_KNOWN:
                 self._known.clear()
             self._known[key] = program
         return program
+
+    def _for_any_rows(self, tensors: Sequence[Any], static: Sequence[Any]) -> Program:
+        return programs.program(self.signature(tensors, static), programs.ANY_ROWS)
 
     def _names(self, bits: int) -> tuple[str, ...]:
         return tuple([name for bit, name in enumerate(self.tensors) if bits >> bit & 1])
@@ -162,12 +165,10 @@ class Operation:
         return calls.backward(program, present, found, cotangents, self._names(asked))
 
     def _forward_shapes(self, *arguments: Any) -> list[Tensor]:
-        hidden, layout = arguments[0], programs.layout(self.signature(*self._split(arguments)))
+        hidden, found = arguments[0], self._for_any_rows(*self._split(arguments)).found
         return [
-            hidden.new_empty(
-                [hidden.shape[0] if axis is None else axis for axis in shape.axes], dtype=exchange.TO_TORCH[shape.dtype]
-            )
-            for shape in layout.found
+            hidden.new_empty([hidden.shape[0] if n is None else n for n in x.axes], dtype=exchange.TO_TORCH[x.dtype])
+            for x in found
         ]
 
     def _backward_shapes(self, *arguments: Any) -> list[Tensor]:
@@ -179,19 +180,18 @@ class Operation:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         tensors, ctx.static = self._split(inputs)
-        ctx.signature = self.signature(tensors, ctx.static)
-        layout = programs.layout(ctx.signature)
-        graph.save(ctx, layout, tensors, output)
-        ctx.mark_non_differentiable(*output[layout.differentiable :])
+        ctx.program = self._for_any_rows(tensors, ctx.static)
+        graph.save(ctx, ctx.program, tensors, output)
+        ctx.mark_non_differentiable(*output[ctx.program.differentiable :])
 
     def _differentiate(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         tensors, found = self._split(ctx.saved_tensors)
-        given = cotangents[: programs.layout(ctx.signature).differentiable]
+        given = cotangents[: ctx.program.differentiable]
         present = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
         needed = [ctx.needs_input_grad[self.tensors.index(name)] for name in present]
         gradients = graph.gradients(
             ctx,
-            ctx.signature,
+            ctx.program.signature,
             needed,
             given,
             lambda asked, _: self.call_backward(present, ctx.static, found, given, asked),
@@ -205,14 +205,9 @@ def _vocab_axis(weight: Tensor) -> int:
 
 
 _OF_LOSS = ("class_weights", "token_weights", "label_smoothing", "z_loss", "normalizer")
-LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", functions.LOSS, _OF_LOSS)
-LINEAR_ROW_STATISTICS = Operation(
-    "linear_row_statistics", functions.STATISTICS, ("logit_weights", "row_mask", "temperature")
-)
-LINEAR_LOG_PROBS = Operation("linear_log_probs", functions.LOG_PROBS, ("temperature", "support"))
-LINEAR_DISTILLATION = Operation(
-    "linear_distillation", functions.DISTILLATION, (*_TEACHER, "row_mask", "temperature", "token_weights", "normalizer")
-)
-
-for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS, LINEAR_DISTILLATION):
-    _operation.register()
+_OF_DISTILLATION = (*_TEACHER, "row_mask", "temperature", "token_weights", "normalizer")
+_OF_ROWS = ("logit_weights", "row_mask", "temperature")
+LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", integration.cross_entropy_steps, _OF_LOSS)
+LINEAR_ROW_STATISTICS = Operation("linear_row_statistics", integration.row_statistics_steps, _OF_ROWS)
+LINEAR_LOG_PROBS = Operation("linear_log_probs", integration.log_probs_steps, ("temperature", "support"))
+LINEAR_DISTILLATION = Operation("linear_distillation", integration.distillation_steps, _OF_DISTILLATION)

@@ -1,6 +1,6 @@
 """Rows of stored logits a few at a time, as views, for functions that widen no more than a chunk of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -10,8 +10,6 @@ ELEMENTS = {"cpu": 2**20}
 _ELEMENTS_ELSEWHERE = 2**24
 _SHARE = 16
 _LEAST_ELEMENTS = 2**18
-
-Way = Callable[[torch.Tensor], Iterator[tuple[slice, torch.Tensor]]]
 
 # Rows of the chunks that are powers of two.
 LEAST_ROWS, _MOST_ROWS = 128, 16384
@@ -52,17 +50,6 @@ def _of(logits: torch.Tensor, start: int, elements: int) -> Iterator[tuple[slice
     for first in range(0, rows.shape[0], size):
         part = rows[first : first + size]
         yield slice(start + first, start + first + part.shape[0]), part
-
-
-def gradient_chunks(
-    logits: torch.Tensor, inplace: bool, cut: Way
-) -> tuple[torch.Tensor, Iterator[tuple[slice, torch.Tensor, torch.Tensor]]]:
-    """The logits' gradient, in memory of its own or in theirs; `(row numbers, rows, their gradient)` to fill it by."""
-    if inplace:
-        return logits, ((part, rows, rows) for part, rows in cut(logits))
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    by_row = gradient.view(logits.shape[:-1].numel(), logits.shape[-1])
-    return gradient, ((part, rows, by_row[part]) for part, rows in cut(logits))
 
 
 def check_inplace(logits: torch.Tensor, inplace_backward: bool) -> None:

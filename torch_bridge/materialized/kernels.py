@@ -122,19 +122,18 @@ def loss(kernels: Kernels, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
     spec, target = kernels.spec, arrays["target"]
     if target.size != arrays["rows"].shape[0]:
         target = exchange.words_to_int32(target)
-    options: dict[str, Any] = {name: x for name, x in arrays.items() if name not in ("rows", "target")}
 
     def of(varied: Arrays) -> jax.Array:
-        rows = varied.get("rows", arrays["rows"])
+        given: dict[str, Any] = arrays | varied | {"target": target}
         return pallas_ce.cross_entropy(
-            rows,
-            target,
+            given.pop("rows"),
+            given.pop("target"),
             reduction=what.reduction,  # type: ignore[arg-type]
             ignore_index=what.ignore_index,
             vocab_size=spec.vocab_size,
             logit_softcap=spec.softcap,
             implementation=kernels.implementation,  # type: ignore[arg-type]
-            **{name: varied.get(name, x) for name, x in options.items()},
+            **given,
         )
 
     value, gradients = jax.value_and_grad(of)({name: arrays[name] for name in what.differentiated})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_bridge.autograd import first_order
 from torch_bridge.materialized.kernels import Kernels, Loss, loss
-from torch_bridge.programs.scaling import scale_
+from torch_bridge.programs.calls import scale_
 
 
 def cross_entropy(

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from pallas_ce.api.integration import HeadSpec, read_logits_spec
-from torch_bridge.autograd import eager, first_order
-from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
+from torch_bridge.autograd import NAMESPACE, OPERATORS, first_order, graph
 from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
-from torch_bridge.materialized.chunks import chunks, gradient_chunks, powers, wide
+from torch_bridge.materialized.chunks import chunks, powers, wide
 from torch_bridge.materialized.kernels import Kernels
 from torch_bridge.materialized.losses import times
 
@@ -31,26 +30,26 @@ class Options(NamedTuple):
     """Static options; the operator's arguments behind the tensors.
 
     Attributes:
-        statistics: names joined by commas, "lse" first: `log_prob`, `mean_log_prob`.
         vocab_size: V; columns from there on are padding.
+        mean: whether `mean_log_prob` is asked for, beside `lse` and `log_prob`.
         softcap: c of `c·tanh(x/c)`, or None.
         temperature: what divides the logits.
         inplace: write the gradient over the logits' memory, where autograd alone follows the call.
     """
 
-    statistics: str
     vocab_size: int
+    mean: bool = False
     softcap: float | None = None
     temperature: float = 1.0
     inplace: bool = False
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> tuple[str, ...]:
         """Of the statistics."""
-        return self.statistics.split(",")
+        return ("lse", "log_prob", "mean_log_prob") if self.mean else ("lse", "log_prob")
 
 
-_SCHEMA = "str statistics, SymInt vocab_size, float? softcap, float temperature, bool inplace"
+_SCHEMA = "SymInt vocab_size, bool mean, float? softcap, float temperature, bool inplace"
 
 
 def row_statistics(
@@ -70,7 +69,7 @@ def row_statistics(
     """
     first_order.reverse_mode({"logits": logits, "index": index})
     arguments = (logits, index, valid, mean_weights, *options)
-    if not eager.serves((logits, index, valid, mean_weights)):
+    if not graph.serves((logits, index, valid, mean_weights)):
         found = OPERATORS.materialized_row_statistics(*arguments)
     elif torch.is_grad_enabled() and logits.requires_grad:
         function: Any = _RowStatistics
@@ -122,8 +121,11 @@ def _backward(
     options, logits = Options(*static), logits.detach()
     served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
     given = {name: x for name, x in zip(options.names, cotangents, strict=True) if x is not None}
-    gradient, filled = gradient_chunks(logits, options.inplace, powers if served else chunks)
-    for part, rows, of_rows in filled:
+    gradient = logits if options.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    by_row = gradient if options.inplace else gradient.view(logits.shape[:-1].numel(), logits.shape[-1])
+    cut = powers if served else chunks
+    for part, rows in cut(logits):
+        of_rows = rows if options.inplace else by_row[part]
         by_name = {name: x[part] for name, x in given.items()}
         if served and served.serve(rows):
             if not options.inplace:
@@ -150,7 +152,7 @@ def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, option
         "lse": torch.where(largest.isneginf(), largest, largest - log_p.amax(1)),
         "log_prob": log_p.gather(1, index),
     }
-    if "mean_log_prob" in options.names:
+    if options.mean:
         found["mean_log_prob"] = log_p.mean(1) if mean_weights is None else times(mean_weights, log_p).sum(1)
     return [found[name] for name in options.names]
 
@@ -199,7 +201,7 @@ def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> HeadSpec:
 
 def _by_column(logits: Tensor, mean_weights: Tensor | None, options: Options) -> Tensor | None:
     """The u of the mean as the kernels take it, `[V']`: 0 for padding; None where there is no mean."""
-    if "mean_log_prob" not in options.names:
+    if not options.mean:
         return None
     padded = torch.zeros(logits.shape[-1], dtype=wide(logits.dtype), device=logits.device)
     padded[: options.vocab_size] = 1.0 / options.vocab_size if mean_weights is None else mean_weights

@@ -1,4 +1,12 @@
-"""Programs on PyTorch tensors: padded to a program's rows, shared with JAX, and its results brought back."""
+"""Programs on PyTorch tensors: padded to a program's rows, shared with JAX, and its results brought back.
+
+JAX compiles for each shape. Packed batches have another number of tokens each time, so their rows are padded up to the
+next of a short list of sizes, and the padding is masked like ignored tokens, which cost no products. Padding costs a
+copy of the rows, and from 1024 rows on at most twice their memory.
+
+Training takes two programs a bucket where the backward is one of its own, as in "recompute": at most ten up to 8192
+tokens, and two more for each doubling.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -7,10 +15,30 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torch_bridge.dlpack import exchange
-from torch_bridge.programs import bucketing, scaling
 from torch_bridge.programs.program import Program, Shape
+
+# Enough programs to fill any GPU's memory bandwidth, few enough to leave in a few microseconds.
+_PROGRAMS = 1024
+_BLOCK = 4096
+
+# Below 1024 rows the memory of padding does not matter and compilations do; from there on powers of two, which are
+# what batches of one size usually have.
+_SMALLEST = (256, 1024)
+
+
+def bucket(rows: int) -> int:
+    """The number of rows to compile for: the smallest of 256, 1024, 2048, 4096, … that holds `rows`.
+
+    >>> [bucket(rows) for rows in (0, 256, 257, 5000, 8192)]
+    [256, 256, 1024, 8192, 8192]
+    """
+    for size in _SMALLEST:
+        if rows <= size:
+            return size
+    return 1 << (rows - 1).bit_length()
 
 
 def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int] = frozenset()) -> list[Any]:
@@ -22,7 +50,7 @@ def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int]
     found = _run(program.forward, program, given, arrays, tensors[0], staying)
     if (tokens := tensors[0].shape[0]) == program.rows:
         return found
-    return _without_padding(found, program.layout.found, tokens)
+    return _without_padding(found, program.found, tokens)
 
 
 def backward(
@@ -38,14 +66,14 @@ def backward(
     Args:
         program: the forward's.
         tensors: its inputs.
-        saved: what it returned, as tensors or arrays; outputs that `Layout.reread` does not name may be missing.
+        saved: what it returned, as tensors or arrays; outputs that `Program.reread` does not name may be missing.
         cotangents: of the differentiable outputs; None is zero.
         asked: names of inputs.
         total: a sum that `adds_to` says the weight's gradient can be added to; it is returned in place of that.
     """
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]), adds=total is not None)
     taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
-    of_taken = program.layout.taken
+    of_taken = program.taken
     if total is not None:
         taken.append(total)
         of_taken = (*of_taken, ("main_grad", Shape(tuple(total.shape), np.dtype(np.float32))))
@@ -76,7 +104,7 @@ def handed_over(
     For the last backward of a graph: neither the host launches a program of JAX's nor does memory hold both.
     """
     found = [cast(Tensor, saved[program.scaled[name]]).detach() for name in asked]
-    scaling.scale_(found, upstream)
+    scale_(found, upstream)
     return _as_inputs(program, found, asked, tensors[0].shape[0])
 
 
@@ -108,9 +136,11 @@ def _run(
     staying: frozenset[int] = frozenset(),
 ) -> list[Any]:
     """The results of a compiled program; `like` has the call's device and rows."""
-    if like.shape[0] != program.rows:
+    if missing := program.rows - like.shape[0]:
         given = [
-            bucketing.pad(x, program.rows, shape.fill) if shape.by_row and isinstance(x, Tensor) else x
+            pad(x, (0, 0) * (x.ndim - 1) + (0, missing), value=shape.fill)
+            if shape.by_row and isinstance(x, Tensor)
+            else x
             for x, (_, shape) in zip(given, shapes, strict=True)
         ]
     return exchange.run(compiled, [name for name, _ in shapes], given, like.device, staying)
@@ -119,3 +149,25 @@ def _run(
 def _without_padding(found: Sequence[Any], shapes: Sequence[Shape], tokens: int) -> list[Any]:
     """The first `tokens` rows of the tensors that have rows."""
     return [x[:tokens] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, shapes, strict=True)]
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies contiguous tensors by `factor []`, a scalar at least as wide on the same device; rounds once.
+
+    A loss's scalar is nearly always 1, which costs no pass over them. On a GPU the host does not know the scalar; a
+    kernel reads it and ends at once where it is 1.
+    """
+    if factor.is_cpu:
+        if (number := factor.item()) != 1:
+            for tensor in tensors:
+                tensor.mul_(number)
+        return
+    from torch_bridge.programs.scale_kernel import scale
+
+    with torch.cuda.device(factor.device):
+        # Two at a time, as most calls have: a launch takes the host longer than all else in such a backward.
+        for first in range(0, len(tensors), 2):
+            one, other = tensors[first], tensors[min(first + 1, len(tensors) - 1)]
+            size, further = one.numel(), 0 if other is one else other.numel()
+            programs = -(-max(size, further, 1) // _BLOCK)
+            scale[(min(_PROGRAMS, programs),)](one, size, other, further, factor, block=_BLOCK)

@@ -1,6 +1,5 @@
 """The functions of `pallas_ce` on named arrays, with PyTorch's names for the arguments. No PyTorch in here."""
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,9 +13,6 @@ from pallas_ce.api.integration import (
     Known,
     PerInput,
     cross_entropy_steps,
-    distillation_steps,
-    log_probs_steps,
-    row_statistics_steps,
 )
 
 Arrays = Mapping[str, jax.Array]
@@ -69,10 +65,6 @@ _NAMES = {
 }
 
 
-# Inputs with a gradient in a backward that adds the weight's to a sum.
-_OF_SUMS = frozenset(("input", "linear_weight", "linear_bias"))
-
-
 class Function(NamedTuple):
     """A function of a head in the three steps of `pallas_ce`, on arrays by PyTorch's names.
 
@@ -97,7 +89,7 @@ class Function(NamedTuple):
             named["weight"] = LowRank(named["weight"], *term, options.term_scale)
         parameters = inspect.signature(self.public).parameters
         if "backward" in parameters:
-            static["backward"] = _mode(options, arrays)
+            static["backward"] = _mode(options, named["hidden"], named["weight"])
         return self.steps.read(**{name: x for name, x in static.items() if name in parameters} | named)
 
     def keep(self, checked: Any, names: frozenset[str]) -> Known | None:
@@ -127,10 +119,11 @@ class Function(NamedTuple):
 
     def adds(self, checked: Any, known: Known | None) -> frozenset[str]:
         """Names of inputs whose gradients `add` makes: where a backward recomputes, for one number's cotangent."""
-        if self.steps is not cross_entropy_steps:
+        if self.steps is not cross_entropy_steps or known is None or any(x is not None for x in known.sums):
             return frozenset()
-        problem, made = checked[-1], known is None or any(x is not None for x in known.sums)
-        return frozenset() if made or problem.options.by_row or problem.up is not None else _OF_SUMS
+        problem = checked[-1]
+        served = not problem.options.by_row and problem.up is None
+        return frozenset(("input", "linear_weight", "linear_bias") if served else ())
 
     def add(self, checked: Any, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]) -> Arrays:
         """Gradients by names; in place of the weight's the float32 `total` with it added where it lies."""
@@ -143,34 +136,12 @@ def _needs_grad(names: frozenset[str]) -> PerInput[bool]:
     return PerInput(*(name in wanted for name in PerInput._fields))
 
 
-def _mode(options: Options, arrays: Arrays) -> str | None:
+def _mode(options: Options, hidden: jax.Array, weight: Any) -> str | None:
     """The loss's backward mode; "auto" as for a typical number of rows."""
     if options.backward != "auto" or options.implementation == "reference":
         return options.backward
-    hidden, weight = arrays["input"], arrays["linear_weight"]
-    rank = arrays["linear_up"].shape[1] if "linear_up" in arrays else 0
-    return _chosen_mode(options, hidden.shape[1], hidden.dtype, weight.shape, weight.dtype, rank)
-
-
-@functools.lru_cache(maxsize=256)
-def _chosen_mode(
-    options: Options, width: int, dtype: Any, weight_shape: tuple[int, ...], weight_dtype: Any, rank: int
-) -> str | None:
-    weight: Any = jax.ShapeDtypeStruct(weight_shape, weight_dtype)
-    if rank:
-        step = 1 - 2 * options.vocab_axis
-        up = jax.ShapeDtypeStruct((weight_shape[options.vocab_axis], rank)[::step], dtype)
-        weight = LowRank(weight, up, jax.ShapeDtypeStruct((rank, width)[::step], dtype))
-    static: dict[str, Any] = {name: getattr(options, name) for name in _OF_MODE}
-    hidden = jax.ShapeDtypeStruct((_TYPICAL_ROWS, width), dtype)
-    return pallas_ce.explain(hidden, weight, differentiate=("hidden", "weight"), **static).backward
-
-
-# The options by which a mode is chosen.
-_OF_MODE = ("vocab_axis", "dtype", "precision", "vocab_size", "implementation", "scratch_bytes", "reduction")
-
-
-LOSS = Function(pallas_ce.linear_cross_entropy, cross_entropy_steps)
-STATISTICS = Function(pallas_ce.linear_row_statistics, row_statistics_steps)
-LOG_PROBS = Function(pallas_ce.linear_log_probs, log_probs_steps)
-DISTILLATION = Function(pallas_ce.linear_distillation, distillation_steps)
+    names = ("vocab_axis", "dtype", "precision", "vocab_size", "implementation", "scratch_bytes", "reduction")
+    static: dict[str, Any] = {name: getattr(options, name) for name in names}
+    typical = jax.ShapeDtypeStruct((_TYPICAL_ROWS, hidden.shape[1]), hidden.dtype)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weight)
+    return pallas_ce.explain(typical, like, differentiate=("hidden", "weight"), **static).backward

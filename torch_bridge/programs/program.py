@@ -21,8 +21,8 @@ from torch_bridge.programs.functions import Arrays, Function, Options
 # The weight is the second array of every signature.
 WEIGHT = 1
 
-# A signature's layout is the same for any number of rows.
-_ANY_ROWS = 1024
+# What forward and backward exchange is the same for any number of rows.
+ANY_ROWS = 1024
 
 
 class Shape(NamedTuple):
@@ -64,30 +64,8 @@ class Signature:
     differentiated: tuple[str, ...]
 
 
-class Layout(NamedTuple):
-    """What forward and backward exchange, for any number of rows.
-
-    Attributes:
-        found: what the forward returns: the function's outputs, differentiable ones first, and what else a backward
-            needs beside these and the inputs.
-        outputs: how many of those are outputs.
-        differentiable: how many of those have gradients.
-        reread: indices of the outputs that the backward needs.
-        taken: all that a backward can take: inputs, `found`, and cotangents, with names for messages.
-        staying: indices of what only a backward reads and takes a number a row. Where autograd need not see it, it
-            stays with JAX, which saves two exchanges each.
-    """
-
-    found: tuple[Shape, ...]
-    outputs: int
-    differentiable: int
-    reread: frozenset[int]
-    taken: tuple[tuple[str, Shape], ...]
-    staying: frozenset[int]
-
-
 class Backward(NamedTuple):
-    """The compiled backward of some gradients; `run` takes what stands at the positions `reads` of `Layout.taken`."""
+    """The compiled backward of some gradients; `run` takes what stands at the positions `reads` of `Program.taken`."""
 
     reads: tuple[int, ...]
     run: Callable[..., list[jax.Array]]
@@ -97,10 +75,17 @@ class Program:
     """The programs of one signature and number of rows; compiled when first called.
 
     Attributes:
-        layout: what forward and backward exchange.
+        forward: `(*inputs) -> (*outputs, *kept)`.
+        found: what the forward returns: the function's outputs, differentiable ones first, and what else a backward
+            needs beside these and the inputs.
+        outputs: how many of those are outputs.
+        differentiable: how many of those have gradients.
+        reread: indices of the outputs that the backward needs.
+        taken: all that a backward can take: inputs, `found`, and cotangents, with names for messages.
+        staying: indices of what only a backward reads and takes a number a row. Where autograd need not see it, it
+            stays with JAX, which saves two exchanges each.
         scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
-        forward: `(*inputs) -> (*outputs, *kept)`.
     """
 
     def __init__(self, signature: Signature, rows: int) -> None:
@@ -109,24 +94,19 @@ class Program:
         self.forward = jax.jit(self._forward, keep_unused=True)
         # Tracing sets the attributes that `_forward` does.
         found = jax.eval_shape(self.forward, *[shape.struct(rows) for _, shape in signature.arrays])
-        self.layout = self._layout(found)
-
-    def _layout(self, found: Sequence[Any]) -> Layout:
-        def shape(place: int, struct: Any) -> Shape:
-            by_row = bool(struct.shape) and place not in self._of_head
-            return Shape((None, *struct.shape[1:]) if by_row else struct.shape, np.dtype(struct.dtype))
-
-        shapes = tuple(shape(place, struct) for place, struct in enumerate(found))
-        taken = [("what the forward kept", x) for x in shapes]
-        taken += [("a cotangent", x) for x in shapes[: self._differentiable]]
-        outputs, known = self._outputs, jax.tree.leaves(self._known)
-        reread = frozenset(i for i in known if i < outputs)
-        staying = frozenset(i for i in known if i >= outputs and shapes[i].by_row and len(shapes[i].axes) == 1)
-        return Layout(shapes, outputs, self._differentiable, reread, (*self.signature.arrays, *taken), staying)
+        self.found = tuple(
+            Shape((None, *x.shape[1:]) if x.shape and place not in self._of_head else x.shape, np.dtype(x.dtype))
+            for place, x in enumerate(found)
+        )
+        known, cotangents = jax.tree.leaves(self._known), self.found[: self.differentiable]
+        self.reread = frozenset(i for i in known if i < self.outputs)
+        self.staying = frozenset(i for i in known if i >= self.outputs and self.found[i].axes == (None,))
+        taken = [("what the forward kept", x) for x in self.found] + [("a cotangent", x) for x in cotangents]
+        self.taken: tuple[tuple[str, Shape], ...] = (*signature.arrays, *taken)
 
     def structs(self) -> list[jax.ShapeDtypeStruct]:
-        """How all of `Layout.taken` is passed."""
-        return [shape.struct(self.rows) for _, shape in self.layout.taken]
+        """How all of `taken` is passed."""
+        return [shape.struct(self.rows) for _, shape in self.taken]
 
     def backward(self, asked: tuple[str, ...], given: tuple[bool, ...], *, adds: bool = False) -> Backward:
         """The gradients of the inputs in `asked`, from the cotangents that are `given`; no other work is done.
@@ -140,13 +120,13 @@ class Program:
     def _make_backward(self, asked: tuple[str, ...], given: tuple[bool, ...], adds: bool) -> Backward:
         flat: list[Any] = self.structs()
         weight, inputs, cotangents = flat[WEIGHT], len(self.signature.arrays), len(flat) - len(given)
-        absent = [inputs + i for i in range(self._outputs) if i not in self.layout.reread]
+        absent = [inputs + i for i in range(self.outputs) if i not in self.reread]
         absent += [cotangents + i for i, is_given in enumerate(given) if not is_given]
         for place in absent:
             flat[place] = None
         if adds:
             flat.append(jax.ShapeDtypeStruct(weight.shape, np.float32))
-        traced = jax.make_jaxpr(functools.partial(self._added if adds else self._backward, asked))(*flat)
+        traced = jax.make_jaxpr(functools.partial(self._backward, asked, adds))(*flat)
         jaxpr, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
         there = (position for position, struct in enumerate(flat) if struct is not None)
         reads = tuple(position for position, is_used in zip(there, used, strict=True) if is_used)
@@ -168,7 +148,7 @@ class Program:
         known = function.keep(problem, frozenset(differentiated)) if differentiated else None
         differentiable, others = function.compute(problem, known)
         outputs = [*differentiable, *others]
-        self._differentiable, self._outputs = len(differentiable), len(outputs)
+        self.differentiable, self.outputs = len(differentiable), len(outputs)
         # An array is returned once: two outputs would share memory.
         found = {id(x): i for i, x in reversed(list(enumerate(outputs)))}
 
@@ -188,9 +168,14 @@ class Program:
         self.adds: frozenset[str] = function.adds(problem, known) if differentiated else frozenset()
         return tuple(outputs)
 
-    def _backward(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:
-        function, options = self.signature.function, self.signature.options
-        arrays, known, cotangents = self._taken(flat)
+    def _backward(self, asked: tuple[str, ...], adds: bool, *flat: Any) -> tuple[jax.Array, ...]:
+        function, options, inputs = self.signature.function, self.signature.options, len(self.signature.arrays)
+        arrays, cotangents = self._named(flat[:inputs]), flat[inputs + len(self.found) :]
+        known = jax.tree.map(lambda i: flat[inputs + i], self._known)
+        if adds:
+            cotangent, total = cotangents
+            of_sum = function.add(function.read(options, arrays), known, cotangent, total, frozenset(asked))
+            return tuple(of_sum[name] for name in asked)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
             problem = function.read(options, {**arrays, **varied})
@@ -204,26 +189,8 @@ class Program:
         gradients = pull(tuple(given))[0]
         return tuple(gradients[name] for name in asked)
 
-    def _added(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:
-        *others, total = flat
-        function, (arrays, known, (cotangent,)) = self.signature.function, self._taken(others)
-        problem = function.read(self.signature.options, arrays)
-        gradients = function.add(problem, known, cotangent, total, frozenset(asked))
-        return tuple(gradients[name] for name in asked)
-
-    def _taken(self, flat: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Sequence[Any]]:
-        """A backward's arguments: the inputs by name, the known arrays, and the cotangents."""
-        inputs = len(self.signature.arrays)
-        known = jax.tree.map(lambda i: flat[inputs + i], self._known)
-        return self._named(flat[:inputs]), known, flat[inputs + len(self.layout.found) :]
-
 
 @functools.lru_cache(maxsize=1024)
 def program(signature: Signature, rows: int) -> Program:
     """The program of a signature for a number of rows."""
     return Program(signature, rows)
-
-
-def layout(signature: Signature) -> Layout:
-    """What the signature's forward and backward exchange, for any number of rows."""
-    return program(signature, _ANY_ROWS).layout
