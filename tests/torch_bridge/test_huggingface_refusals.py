@@ -58,6 +58,19 @@ def without_shift():
     return hf.BartForCausalLM(config)
 
 
+def encoder_and_decoder():
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+
+
+def of_text_alone():
+    vision = hf.CLIPVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16)
+    model = hf.LlavaForConditionalGeneration(hf.LlavaConfig(text_config=hf.LlamaConfig(**SIZES), vision_config=vision))
+    model.model = model.model.language_model
+    return model
+
+
 class MeanForCausalLM(hf.LlamaForCausalLM):
     """A model whose loss is the mean, whatever `num_items_in_batch` says."""
 
@@ -77,6 +90,9 @@ def on_meta():
         (lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)), "model is a LlamaModel"),
         (lambda: ScaledForCausalLM(hf.LlamaConfig(**SIZES)), "logits differ"),
         (lambda: torch.nn.DataParallel(make()), "like the `module` that it wraps"),
+        (lambda: torch.compile(make(), backend="eager"), "like the `_orig_mod` that it wraps"),
+        (encoder_and_decoder, "T5ForConditionalGeneration has an encoder and a decoder"),
+        (of_text_alone, "backbone of LlavaForConditionalGeneration is its LlamaModel, which sees text alone"),
         (with_other_head, "Sequential"),
         (without_shift, "own loss of four labels"),
         (lambda: MeanForCausalLM(hf.LlamaConfig(**SIZES)), "own loss of four labels .* num_items_in_batch=7"),

@@ -199,6 +199,6 @@ def _forward(
             further["aux_loss"] = routers[0].to(loss.device)
             loss = loss + routers[1] * further["aux_loss"] if reduction in (None, "mean") else loss
     # Taken over by name: the cache is `past_key_values` up to transformers 5.23, and `cache` after.
-    shared = {field.name for field in dataclasses.fields(kind)} & out.keys()
+    shared = kind.__dataclass_fields__.keys() & out.keys()  # torch.compile does not trace dataclasses.fields
     found = kind(loss=loss, **further, **{name: out[name] for name in shared})
     return found if given.get("return_dict", True) is not False else found.to_tuple()
