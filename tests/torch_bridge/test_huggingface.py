@@ -103,6 +103,14 @@ def test_a_subclass_trains_alike():
     check_steps(model, {})
 
 
+def test_a_patched_model_compiles_without_graph_breaks():
+    model = patch_causal_lm(make())
+    want = step(model, num_items_in_batch=torch.tensor(17))
+    torch._dynamo.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    check_step(model, want, num_items_in_batch=torch.tensor(17))
+
+
 def test_tied_embeddings_train_as_one_parameter():
     assert "lm_head.weight" not in check_steps(make(tie_word_embeddings=True), {})
 
