@@ -82,8 +82,11 @@ class _Patched:
             _serve(self, patch)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        patch = of(self) if name == "forward" else None
+        if patch:
+            trl.check_options(self, value, [name for name, x in patch.options.items() if name in OF_A_LOSS and x])
         super().__setattr__(name, value)
-        if name == "forward" and (patch := of(self)):
+        if patch:
             first, *_ = functions = causal_lm.forwards(self)
             if functions[-1] is not type(self).forward:  # type: ignore[attr-defined]
                 name = f"{first.__module__}.{getattr(first, '__qualname__', type(first).__qualname__)}"
@@ -126,8 +129,7 @@ def _class(own: Any) -> type:
 
 
 def _serve(model: Any, patch: Patch) -> None:
-    of_a_head = {name: x for name, x in patch.options.items() if name in OF_A_HEAD}
-    trl.serve(model, of_a_head, [name for name, x in patch.options.items() if name in OF_A_LOSS and x])
+    trl.serve(model, {name: x for name, x in patch.options.items() if name in OF_A_HEAD})
 
 
 def _forward(
