@@ -3,7 +3,7 @@
 A trainer of TRL replaces the forward of its models and reference models by a head of its own (`add_fused_lm_head`). One
 function makes all that the head reads of the logits, `trl.trainer.utils._ChunkedLogProbFunction`. Only that function is
 replaced here: adapters, FSDP2, context parallelism and losses of routers stay TRL's. Its trainers refuse an adapter of
-the head, of which that function is given the weight alone.
+the head, since that function is given the weight alone.
 """
 
 import functools
