@@ -1,5 +1,6 @@
 """Patched Hugging Face models: the same losses and gradients without logits. All are tiny and randomly initialised."""
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -250,6 +251,21 @@ def test_steps_of_trainer_agree(tmp_path, steps):
     assert got[-1] < got[0]
     # Both are float32 runs: they part by rounding, which many steps of Adam may enlarge.
     torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
+
+
+@pytest.mark.nightly
+def test_workers_that_are_no_forks_are_not_warned_of(tmp_path):
+    model = patch_causal_lm(make())
+    model(**batch())  # JAX has started
+    texts = [{"input_ids": list(range(9)), "labels": list(range(9))}] * 4
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=1, save_strategy="no",
+        dataloader_num_workers=1, dataloader_multiprocessing_context="forkserver",
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert hf.Trainer(model, arguments, train_dataset=texts).train().training_loss > 0
+    assert not any("os.fork" in str(x.message) for x in found)
 
 
 @pytest.mark.filterwarnings("ignore")
