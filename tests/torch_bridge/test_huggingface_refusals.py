@@ -113,6 +113,22 @@ def test_labels_outside_the_vocabulary_are_named_where_they_are_validated(traini
         model(**given)
 
 
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY])
+def test_labels_outside_the_vocabulary_are_errors_as_in_the_models_own_loss_unless_they_are_to_be_ignored(wrong):
+    own, given = make(), batch()
+    given["labels"][:, 0] = wrong  # predicted by no token
+    want = own(**given).loss
+    torch.testing.assert_close(patch_causal_lm(make())(**given).loss, want)
+    given["labels"][1, 5] = wrong
+    with pytest.raises(IndexError):
+        own(**given)
+    with pytest.raises(RuntimeError, match="outside the vocabulary and is not ignore_index=-100"):
+        patch_causal_lm(make())(**given)
+    ignoring = patch_causal_lm(make(), validate_labels=False)(**given).loss
+    given["labels"][1, 5] = -100
+    torch.testing.assert_close(ignoring, own(**given).loss)
+
+
 def test_unknown_options_are_refused():
     with pytest.raises(TypeError, match="reduction"):
         patch_causal_lm(make(), reduction="sum")

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_bridge.api.linear import linear_cross_entropy
@@ -176,6 +177,17 @@ def _forward(
     # A replica of DataParallel gets its part of a vector; the model's own loss has the shape of what it is divided by.
     of_a_vector = isinstance(items, Tensor) and items.ndim > 0 and items.numel() == 1
 
+    ignored = given.get("ignore_index", causal_lm.IGNORED)
+    if "validate_labels" not in options:
+        # Without the host's waiting, on a GPU as in the model's own loss.
+        counted = labels[..., shift:]
+        valid = (counted == ignored) | (counted >= 0) & (counted < head.weight.shape[0])
+        torch._assert_async(
+            valid.all(),
+            f"a label lies outside the vocabulary and is not ignore_index={ignored}: patch_causal_lm(model, "
+            "validate_labels=True) names it, validate_labels=False takes such labels for ignored ones",
+        )
+
     def loss_of(hidden: Tensor) -> Tensor:
         weight, bias = adapters.parameters(head)
         device = head.weight.device
@@ -185,7 +197,7 @@ def _forward(
             labels.to(device),
             linear_bias=bias,
             shift=shift,
-            ignore_index=given.get("ignore_index", causal_lm.IGNORED),
+            ignore_index=ignored,
             reduction=reduction or "mean",
             normalizer=items.reshape(()) if of_a_vector else items,
             **options,

@@ -99,6 +99,7 @@ class Program:
     Attributes:
         layout: what forward and backward exchange.
         scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
+        sums: how many of the gradients of hidden states and weight the forward has made.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
         forward: `(*inputs) -> (*outputs, *kept)`.
     """
@@ -185,6 +186,7 @@ class Program:
         self._of_head = frozenset(map(index, jax.tree.leaves(of_head)))
         scaled = function.scaled(problem, known) if differentiated else {}
         self.scaled: dict[str, int] = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
+        self.sums = 0 if known is None else sum(x is not None for x in (known.sums.hidden, known.sums.weight))
         self.adds: frozenset[str] = function.adds(problem, known) if differentiated else frozenset()
         return tuple(outputs)
 
@@ -227,3 +229,8 @@ def program(signature: Signature, rows: int) -> Program:
 def layout(signature: Signature) -> Layout:
     """What the signature's forward and backward exchange, for any number of rows."""
     return program(signature, _ANY_ROWS).layout
+
+
+def sums(signature: Signature) -> int:
+    """How many of the gradients of hidden states and weight a forward makes."""
+    return program(signature, _ANY_ROWS).sums
