@@ -178,15 +178,6 @@ def _forward(
     of_a_vector = isinstance(items, Tensor) and items.ndim > 0 and items.numel() == 1
 
     ignored = given.get("ignore_index", causal_lm.IGNORED)
-    if "validate_labels" not in options:
-        # Without the host's waiting, on a GPU as in the model's own loss.
-        counted = labels[..., shift:]
-        valid = (counted == ignored) | (counted >= 0) & (counted < head.weight.shape[0])
-        torch._assert_async(
-            valid.all(),
-            f"a label lies outside the vocabulary and is not ignore_index={ignored}: patch_causal_lm(model, "
-            "validate_labels=True) names it, validate_labels=False takes such labels for ignored ones",
-        )
 
     def loss_of(hidden: Tensor) -> Tensor:
         weight, bias = adapters.parameters(head)
@@ -204,6 +195,15 @@ def _forward(
         )
 
     loss = causal_lm.in_place_of_logits(model, loss_of, out.last_hidden_state)
+    if "validate_labels" not in options:
+        # Without the host's waiting, on a GPU as in the model's own loss.
+        counted = labels[..., shift:]
+        valid = (counted == ignored) | (counted >= 0) & (counted < head.weight.shape[0])
+        torch._assert_async(
+            valid.all(),
+            f"a label lies outside the vocabulary and is not ignore_index={ignored}: patch_causal_lm(model, "
+            "validate_labels=True) names it, validate_labels=False takes such labels for ignored ones",
+        )
     loss = loss.reshape(items.shape) if of_a_vector else loss
     further: dict[str, Any] = {}
     kind: Any = CausalLMOutputWithPast
