@@ -22,7 +22,7 @@ _NAMES = (
     ("weight", "linear_weight", "lin_weight", "c", "classifier"),
     ("labels", "target", "targets"),
     ("bias", "linear_bias"),
-    ("class_weights", "ce_weight"),
+    ("class_weights", "ce_weight", "weight"),
     ("token_weights", "weights", "loss_mask"),
     ("logit_softcap", "softcap", "logits_soft_cap", "final_logit_softcapping"),
     ("z_loss", "lse_square_scale", "z_loss_multiplier"),

@@ -38,6 +38,10 @@ MODELS = {
     "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES)),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES)),
+    # Its base_model_prefix names no module.
+    "llama4": lambda: hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(**SIZES, head_dim=8, num_local_experts=2, intermediate_size_mlp=32)
+    ),
 }  # fmt: skip
 
 
@@ -59,7 +63,7 @@ def batch():
 def step(model, **further):
     """What a model returns for the batch, and the gradients of its parameters."""
     model.zero_grad()
-    out = model(**batch(), **further)
+    out = model(**batch() | further)
     out.loss.backward()
     return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

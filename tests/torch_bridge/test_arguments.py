@@ -21,6 +21,7 @@ PART = {**HEAD, "vocab_start": 0, "vocab_size": 30}
 LOGITS = {"logits": torch.zeros(3, 7), "target": IDS}
 SELECTED = {"logits": torch.zeros(3, 7), "index": IDS}
 TARGET_SHAPE = r"target has shape \(3, 1, 2\); it must be \(3,\), or that with K >= 1"
+ORDER = r": the order is input \[\.\.\., H\], linear_weight"
 EXPANDED = r"an expanded view \(shape \(3, 7\), strides \(0, 1\)\)"
 
 TERM = {"weight": torch.ones(7, 4), "up": torch.ones(7, 2), "down": torch.ones(2, 4)}
@@ -41,6 +42,13 @@ MISTAKES = [
         (ValueError, "linear_weight has shape", {"linear_weight": torch.ones(7)}),
         (TypeError, "linear_weight has dtype", {"linear_weight": torch.ones(7, 4, dtype=torch.int32)}),
         (ValueError, "target has shape", {"target": torch.zeros(4, dtype=torch.int64)}),
+        (ValueError, rf"must be \(7,\){ORDER}", {"input": HEAD["linear_weight"], "linear_weight": HEAD["input"]}),
+        (ValueError, rf"must be \[V, H\]{ORDER}", {"linear_weight": torch.ones(1, 3, 4)}),
+        (TypeError, f"torch.int64; .*{ORDER}", {"linear_weight": IDS, "target": HEAD["linear_weight"]}),
+        (ValueError, "4 in the one and 7 in the other: pass linear_weight.T", {"linear_weight": torch.ones(4, 7)}),
+        (TypeError, "'weight'; it is called 'linear_weight' here", {"weight": torch.ones(7)}),
+        (TypeError, "'softcap'; it is called 'logit_softcap' here", {"softcap": 3.0}),
+        (TypeError, "'lse_square_scale'; it is called 'z_loss' here", {"lse_square_scale": 1e-4}),
         (TypeError, "target has dtype", {"target": torch.zeros(3)}),
         (ValueError, "linear_bias has shape", {"linear_bias": torch.ones(6)}),
         (ValueError, "token_weights has shape", {"token_weights": torch.ones(2)}),
@@ -82,6 +90,8 @@ MISTAKES = [
     ]),
     (cross_entropy, LOGITS, [
         (ValueError, r"target has shape \(2,\); it must be", {"target": IDS[:2]}),
+        (ValueError, r"must be \(3, 4\): .*movedim\(1, -1\)", {"logits": torch.ones(3, 4, 1), "target": IDS[:, None]}),
+        (TypeError, "'weight'; it is called 'class_weights' here", {"weight": torch.ones(7)}),
         (TypeError, "logits has dtype torch.int64", {"logits": torch.zeros(3, 7).long()}),
         (ValueError, "normalizer has shape", {"normalizer": torch.ones(1)}),
         (TypeError, "normalizer is a str", {"normalizer": "a"}),

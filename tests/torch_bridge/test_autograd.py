@@ -7,8 +7,10 @@ import jax
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from torch_bridge import linear_cross_entropy, linear_log_probs
+from pallas_ce import LowRank
+from torch_bridge import linear_cross_entropy, linear_distillation, linear_log_probs
 from torch_bridge.autograd import operator as ops
 from torch_bridge.programs import calls
 from torch_bridge.programs.functions import Options
@@ -280,3 +282,34 @@ def test_a_main_grad_of_any_dtype_is_added_to(head, dtype):
     weight.main_grad = torch.ones_like(weight, dtype=dtype)
     linear_cross_entropy(*head, backward="recompute").backward()
     assert_close(weight.main_grad, 1 + want, rtol=1e-6 if dtype != torch.bfloat16 else 2**-7, atol=0)
+
+
+def distillation(hidden, weight, _):
+    return linear_distillation(hidden, weight, torch.ones(TOKENS, 3), torch.ones(VOCABULARY, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "frozen", "products", "of_teacher"),
+    [
+        (in_forward, False, 3, 0),
+        (in_forward, True, 2, 0),
+        (functools.partial(linear_cross_entropy, backward="recompute"), False, 4, 0),
+        (functools.partial(linear_cross_entropy, backward="recompute"), True, 3, 0),
+        (linear_log_probs, False, 4, 0),
+        (distillation, False, 4, 2),
+    ],
+)
+def test_torchs_counter_of_operations_counts_the_products(head, function, frozen, products, of_teacher):
+    hidden, weight, target = head
+    weight.requires_grad_(not frozen)
+    with FlopCounterMode(display=False) as counter:
+        function(hidden, weight, target).sum().backward()
+    assert counter.get_total_flops() == 2 * TOKENS * VOCABULARY * (products * WIDTH + of_teacher * 3)
+
+
+def test_torchs_counter_counts_a_low_rank_term(head):
+    hidden, weight, target = head
+    weight = LowRank(weight, torch.ones(VOCABULARY, 2), torch.ones(2, WIDTH))
+    with FlopCounterMode(display=False) as counter:
+        in_forward(hidden, weight, target)
+    assert counter.get_total_flops() == 3 * 2 * TOKENS * (VOCABULARY * WIDTH + 2 * (VOCABULARY + WIDTH))

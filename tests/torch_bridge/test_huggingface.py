@@ -1,5 +1,6 @@
 """Patched Hugging Face models: the same losses and gradients without logits. All are tiny and randomly initialised."""
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -32,6 +33,37 @@ def make_routed(name):
     return ROUTED[name]().train()
 
 
+IMAGE = 98  # the token in whose place an image's hidden states come
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PATCHES = {"image_size": 16, "patch_size": 8}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+SEVERAL_MODALITIES = {
+    "gemma3": lambda: hf.Gemma3ForConditionalGeneration(hf.Gemma3Config(
+        text_config=SIZES | {"head_dim": 8, "final_logit_softcapping": 2.0}, vision_config=_VISION | _PATCHES,
+        mm_tokens_per_image=4, image_token_id=IMAGE,
+    )),
+    "llava": lambda: hf.LlavaForConditionalGeneration(hf.LlavaConfig(
+        text_config=hf.LlamaConfig(**SIZES), vision_config=hf.CLIPVisionConfig(**_VISION, **_PATCHES),
+        image_token_id=IMAGE,
+    )),
+    "qwen2_5_vl": lambda: hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(
+        text_config=SIZES | _SECTIONS, image_token_id=IMAGE,
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 16},
+    )),
+}  # fmt: skip
+
+
+def with_image(name):
+    """Inputs of one text with an image of four tokens, and one without."""
+    tokens = batch()["input_ids"][:2]
+    tokens[0, 1:5] = IMAGE
+    given = {"input_ids": tokens, "labels": tokens.where(tokens != IMAGE, -100), "attention_mask": tokens > 0}
+    of_image = {"mm_token_type_ids" if "qwen" in name else "token_type_ids": (tokens == IMAGE).long()}
+    if "qwen" in name:
+        return given | of_image | {"pixel_values": torch.randn(16, 1176), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return given | {"pixel_values": torch.randn(1, 3, 16, 16)} | (of_image if name == "gemma3" else {})
+
+
 def check_steps(model, *further):
     """Of the model as it is, and when it is patched."""
     want = [step(model, **options) for options in further]
@@ -48,6 +80,36 @@ def test_a_training_step_has_the_same_loss_and_gradients_without_logits(name):
 @pytest.mark.parametrize("unused", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
 def test_what_a_configuration_states_and_its_model_does_not_use_is_not_applied(unused):
     check_steps(make(**{unused: 0.5}), {})
+
+
+@pytest.mark.parametrize("name", SEVERAL_MODALITIES)
+def test_a_model_of_several_modalities_trains_alike_with_an_image(name):
+    torch.manual_seed(0)
+    model, given = SEVERAL_MODALITIES[name]().train(), with_image(name)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)  # Gemma's projection of images starts as 0
+            parameter.requires_grad_("k_proj.bias" not in key)  # whose gradient is rounding, since softmax is invariant
+    gradients = check_steps(model, given)
+    assert any("vis" in x and gradient.any() for x, gradient in gradients.items())
+
+
+class Subclass(hf.LlamaForCausalLM):
+    """A user's own, for which transformers names no loss."""
+
+
+def test_a_subclass_trains_alike():
+    model = make()
+    model.__class__ = Subclass
+    check_steps(model, {})
+
+
+def test_a_patched_model_compiles_without_graph_breaks():
+    model = patch_causal_lm(make())
+    want = step(model, num_items_in_batch=torch.tensor(17))
+    torch._dynamo.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    check_step(model, want, num_items_in_batch=torch.tensor(17))
 
 
 def test_tied_embeddings_train_as_one_parameter():
@@ -189,6 +251,21 @@ def test_steps_of_trainer_agree(tmp_path, steps):
     assert got[-1] < got[0]
     # Both are float32 runs: they part by rounding, which many steps of Adam may enlarge.
     torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
+
+
+@pytest.mark.nightly
+def test_workers_that_are_no_forks_are_not_warned_of(tmp_path):
+    model = patch_causal_lm(make())
+    model(**batch())  # JAX has started
+    texts = [{"input_ids": list(range(9)), "labels": list(range(9))}] * 4
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=1, save_strategy="no",
+        dataloader_num_workers=1, dataloader_multiprocessing_context="forkserver",
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert hf.Trainer(model, arguments, train_dataset=texts).train().training_loss > 0
+    assert not any("os.fork" in str(x.message) for x in found)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -58,6 +58,19 @@ def without_shift():
     return hf.BartForCausalLM(config)
 
 
+def encoder_and_decoder():
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+
+
+def of_text_alone():
+    vision = hf.CLIPVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16)
+    model = hf.LlavaForConditionalGeneration(hf.LlavaConfig(text_config=hf.LlamaConfig(**SIZES), vision_config=vision))
+    model.model = model.model.language_model
+    return model
+
+
 class MeanForCausalLM(hf.LlamaForCausalLM):
     """A model whose loss is the mean, whatever `num_items_in_batch` says."""
 
@@ -77,6 +90,9 @@ def on_meta():
         (lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)), "model is a LlamaModel"),
         (lambda: ScaledForCausalLM(hf.LlamaConfig(**SIZES)), "logits differ"),
         (lambda: torch.nn.DataParallel(make()), "like the `module` that it wraps"),
+        (lambda: torch.compile(make(), backend="eager"), "like the `_orig_mod` that it wraps"),
+        (encoder_and_decoder, "T5ForConditionalGeneration has an encoder and a decoder"),
+        (of_text_alone, "backbone of LlavaForConditionalGeneration is its LlamaModel, which sees text alone"),
         (with_other_head, "Sequential"),
         (without_shift, "own loss of four labels"),
         (lambda: MeanForCausalLM(hf.LlamaConfig(**SIZES)), "own loss of four labels .* num_items_in_batch=7"),
@@ -95,6 +111,22 @@ def test_labels_outside_the_vocabulary_are_named_where_they_are_validated(traini
     given["labels"][1, 5] = VOCABULARY
     with pytest.raises(ValueError, match=r"target\[1, 5\]=99 is neither"):
         model(**given)
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY])
+def test_labels_outside_the_vocabulary_are_errors_as_in_the_models_own_loss_unless_they_are_to_be_ignored(wrong):
+    own, given = make(), batch()
+    given["labels"][:, 0] = wrong  # predicted by no token
+    want = own(**given).loss
+    torch.testing.assert_close(patch_causal_lm(make())(**given).loss, want)
+    given["labels"][1, 5] = wrong
+    with pytest.raises(IndexError):
+        own(**given)
+    with pytest.raises(RuntimeError, match="outside the vocabulary and is not ignore_index=-100"):
+        patch_causal_lm(make())(**given)
+    ignoring = patch_causal_lm(make(), validate_labels=False)(**given).loss
+    given["labels"][1, 5] = -100
+    torch.testing.assert_close(ignoring, own(**given).loss)
 
 
 def test_unknown_options_are_refused():

@@ -145,3 +145,10 @@ def test_the_tracing_front_end_of_pipelining_gives_the_last_stage_the_head_that_
     assert found.keys() == want.keys()
     for name, gradient in want.items():
         torch.testing.assert_close(found[name].grad, gradient)
+
+
+def test_a_module_is_one_call_in_a_symbolic_trace_and_other_traces_are_refused_by_name():
+    head, (x, target) = LinearCrossEntropyLoss(8, 30, bias=True, label_smoothing=0.1), problem()
+    torch.testing.assert_close(torch.fx.symbolic_trace(head)(x, target), head(x, target))
+    with pytest.raises(TypeError, match=r"input is a Proxy.*for torch.fx.symbolic_trace, torch.fx.wrap"):
+        torch.fx.symbolic_trace(lambda x: linear_cross_entropy(x, head.weight, target))

@@ -62,34 +62,6 @@ def test_a_weight_that_zero_3_holds_is_refused():
         adapter.FusedHead(None).apply(torch.randn(3, 16), weight, None, torch.arange(3), 1.0, 32768)
 
 
-@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True.*", "ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_an_adapter_of_the_head_is_in_what_the_heads_function_returns():
-    """TRL passes on the weight alone."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = patch_causal_lm(peft.get_peft_model(make(), config))
-    layer = model.get_base_model().lm_head
-    head = adapter.FusedHead(None)
-    head.models[model.get_base_model()] = []
-    hidden, targets, bias = torch.randn(9, 16), torch.arange(9), torch.zeros(VOCABULARY)
-    with torch.no_grad():
-        merged = layer.weight + layer.get_delta_weight("default")
-    got = head.apply(hidden, layer.weight, None, targets, 1.0, 32768)
-    for x, y in zip(got, exact(hidden, merged, bias, targets, 1.0, None, 1.0), strict=True):
-        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-5, atol=1e-5)
-    got[0].sum().backward()
-    assert layer.lora_A["default"].weight.grad.any()
-    assert layer.lora_B["default"].weight.grad.any()
-    with model.disable_adapter():  # a reference
-        without = head.apply(hidden, layer.weight, None, targets, 1.0, 32768)[0]
-    torch.testing.assert_close(without, exact(hidden, layer.weight, bias, targets, 1.0, None, 1.0)[0].float())
-    another = head.apply(hidden, layer.weight.detach().clone(), None, targets, 1.0, 32768)[0]
-    torch.testing.assert_close(another, without)
-    layer.lora_dropout["default"] = torch.nn.Dropout(0.1)
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM has the adapter 'default' with lora_dropout=0.1"):
-        head.apply(hidden, layer.weight, None, targets, 1.0, 32768)
-
-
 @pytest.fixture
 def trl(monkeypatch):
     """TRL, and its own function back in its place."""
@@ -153,7 +125,7 @@ TRAINERS = {
 REPEATED = dict.fromkeys(("RLOO", "KTO", "SFT with adapters"), pytest.mark.nightly)
 
 
-def trainer(trl, name, model, directory):
+def trainer(trl, name, model, directory, **given):
     from datasets import Dataset
 
     data, options, further = TRAINERS[name]
@@ -164,7 +136,7 @@ def trainer(trl, name, model, directory):
         output_dir=str(directory), max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[],
         save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=1e-2, **options,
     )  # fmt: skip
-    further = {key: x() if x in (make, adapters) else x for key, x in further.items()}
+    further = {key: x() if x in (make, adapters) else x for key, x in further.items()} | given
     return getattr(trl, f"{kind}Trainer")(
         model=model, args=arguments, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(), **further
     )
@@ -216,13 +188,26 @@ def test_evaluation_by_trl_is_by_the_bridge_too(trl, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_options_of_a_loss_that_trl_computes_are_refused_by_the_trained_model(trl, tmp_path):
-    other = patch_causal_lm(make(), label_smoothing=0.1)  # not trained by TRL: no matter
-    made = trainer(trl, "SFT", patch_causal_lm(make(), z_loss=1e-4), tmp_path)
+def test_options_of_a_loss_that_trl_computes_are_refused_by_the_trained_model_alone(trl, tmp_path):
+    other = patch_causal_lm(make(), z_loss=1e-4)
     with pytest.raises(ValueError, match=r"patched with \['z_loss'\], but TRL"):
-        made.train()
+        trainer(trl, "SFT", other, tmp_path)
     tokens = torch.arange(6)[None]
     assert other(input_ids=tokens, labels=tokens).logits is None
+    products, _, losses = trained(trl, "SFT", patch_causal_lm(make()), tmp_path)
+    assert len(losses) == 2
+    assert products.bridged
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainers_of_trl_refuse_an_adapter_of_the_head(trl, tmp_path):
+    """As docs/huggingface.md says; where they no longer do, `FusedHead` needs the adapter, too."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    for name in ("SFT", "DPO with adapters", "KTO", "GRPO", "RLOO"):
+        with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+            trainer(trl, name, patch_causal_lm(make()), tmp_path, peft_config=config)
 
 
 def test_the_last_model_that_is_unpatched_gives_trl_its_function_back(trl):

@@ -15,6 +15,12 @@ from torch_bridge.materialized.chunks import wide
 
 _DTYPES = {getattr(torch, name): name for name in ("bfloat16", "float16", "float32", "float64")}
 
+# What errors add where arguments look like another library's: in Liger's order, in one with labels second, a weight
+# `[H, V]`, and logits `[N, C, ...]`.
+_ORDER = ": the order is input [..., H], linear_weight [V, H], target [...]"
+_TRANSPOSED = ": pass linear_weight.T"
+_CLASSES_LAST = ": classes are the last axis, so pass logits.movedim(1, -1)"
+
 # The widths that the operators take. Others become int64, which holds every id of a vocabulary.
 _LABELS = (torch.int32, torch.int64)
 
@@ -52,7 +58,8 @@ def weight(given: Tensor | LowRank) -> LowRank:
     """The tensors of a weight `[V', H]`; `up` and `down` are None where it has no term."""
     read: LowRank = integration.read_low_rank(given, floating, "linear_weight")
     if read.weight.ndim != 2:
-        raise ValueError(f"linear_weight has shape {tuple(read.weight.shape)}; it must be [V, H]")
+        order = _ORDER if read.weight.ndim > 2 else ""
+        raise ValueError(f"linear_weight has shape {tuple(read.weight.shape)}; it must be [V, H]{order}")
     if read.up is not None:
         if read.up.ndim != 2 or not read.up.shape[1]:
             raise ValueError(f"linear_weight.up has shape {tuple(read.up.shape)}; it must be [V, r], r at least 1")
@@ -83,7 +90,7 @@ def head(
     if input.shape[-1] != width:
         raise ValueError(
             f"input has shape {tuple(input.shape)} and linear_weight {tuple(read.weight.shape)}: the hidden size is "
-            f"{input.shape[-1]} in the one and {width} in the other"
+            f"{input.shape[-1]} in the one and {width} in the other{_TRANSPOSED if input.shape[-1] == rows else ''}"
         )
     shape("linear_bias", linear_bias, (rows,))
     dtype, leading = _of_products(input), input.shape[:-1]
@@ -195,7 +202,8 @@ def floating(name: str, tensor: Any) -> Tensor:
     """The tensor, checked to be dense and of a dtype that there are losses for."""
     exchange.check_dense(name, tensor)
     if tensor.dtype not in _DTYPES:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be one of {list(_DTYPES.values())}")
+        order = _ORDER if name == "linear_weight" and tensor.dtype in _LABELS else ""
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be one of {list(_DTYPES.values())}{order}")
     return cast(Tensor, tensor)
 
 
@@ -232,7 +240,9 @@ def labels(
     _integers("target", target)
     if target.shape != leading and not (several and _several(target, leading)):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
-        raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
+        order = _ORDER if len(leading) == 1 and target.shape == (size,) else ""
+        order = _CLASSES_LAST if target.shape == (*leading[:1], *leading[2:], size) and leading[1:] else order
+        raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}{order}")
     if validate_labels:
         target = _with_valid_values(target, size, integration.read_ignore_index(ignore_index))
     return _by_row_of_ids(target, shift, leading)

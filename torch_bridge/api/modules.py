@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from torch_bridge.api.linear import linear_cross_entropy
 
+# One call in the graph of torch.fx.symbolic_trace, which cannot trace what reads shapes and dtypes.
+torch.fx.wrap("linear_cross_entropy")
+
 # What a module or its caller gives, and no option of its own does.
 _GIVEN = {"input", "linear_weight", "target", "linear_bias", "class_weights", "token_weights"}
 

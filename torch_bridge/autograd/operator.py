@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import flop_counter
 
 import pallas_ce
 from pallas_ce.api import integration
@@ -119,6 +120,9 @@ class Operation:
         )
         backward.register_fake(self._backward_shapes)
         backward.register_autograd(first_order.refuse)
+        flop_counter.register_flop_formula(getattr(OPERATORS, self.name), get_raw=True)(self._forward_flops)
+        of_backward = getattr(OPERATORS, f"{self.name}_backward")
+        flop_counter.register_flop_formula(of_backward, get_raw=True)(self._backward_flops)
 
     def signature(self, tensors: Sequence[Any], static: Sequence[Any]) -> Signature:
         """The call's signature; both arguments are the operator's."""
@@ -177,6 +181,24 @@ class Operation:
             torch.empty_like(x) if name == "linear_weight" and _vocab_axis(x) else x.new_empty(x.shape)
             for name, x in ((name, tensors[name]) for name in self._names(arguments[-1]))
         ]
+
+    def _forward_flops(self, *arguments: Any, **_: Any) -> int:
+        tensors, static = self._split(arguments)
+        return self._flops(tensors, 1 + self._for_any_rows(tensors, static).sums)
+
+    def _backward_flops(self, *arguments: Any, **_: Any) -> int:
+        *arguments, _found, _cotangents, asked = arguments  # type: ignore[assignment]
+        tensors, static = self._split(arguments)
+        if self._for_any_rows(tensors, static).sums:
+            return 0
+        return self._flops(tensors, 1 + len({"input", "linear_weight"}.intersection(self._names(asked))))
+
+    def _flops(self, tensors: Sequence[Any], products: int) -> int:
+        """Of a number of products with the weight and its low-rank term, and of one with a teacher's weight."""
+        given = dict(zip(self.tensors, tensors, strict=True))
+        of_head = sum(given[x].numel() for x in ("linear_weight", "linear_up", "linear_down") if given[x] is not None)
+        teacher = given.get("teacher_weight")
+        return 2 * given["input"].shape[0] * (products * of_head + (0 if teacher is None else teacher.numel()))
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         tensors, ctx.static = self._split(inputs)

@@ -282,7 +282,10 @@ def check_dense(name: str, tensor: Any) -> None:
             f"or pass {name}.full_tensor(grad_placements=...)"
         )
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        traced = (
+            ": for torch.fx.symbolic_trace, torch.fx.wrap the function" if isinstance(tensor, torch.fx.Proxy) else ""
+        )
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor{traced}")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"{name} has layout {tensor.layout}; it must be dense and not quantised")
     if not (tensor.is_cpu or tensor.is_cuda):

@@ -21,7 +21,8 @@ def base(model: Any) -> Any:
 
 def backbone(model: Any) -> Any:
     """The module that makes hidden states; the model itself where it has none."""
-    return getattr(model, model.base_model_prefix, model)
+    # Llama 4's base_model_prefix names none.
+    return next((getattr(model, x) for x in (model.base_model_prefix, "model") if hasattr(model, x)), model)
 
 
 def head(model: Any) -> Any:
@@ -71,9 +72,9 @@ def passed_over(model: Any, head: Any) -> str | None:
     return None
 
 
-def logit_transform(config: Any) -> dict[str, Any]:
-    """Soft cap and scale that the configuration states, as options of the loss."""
-    found: dict[str, Any] = {}
+def logit_transform(model: Any) -> dict[str, Any]:
+    """Soft cap and scale that the configuration of the model's text states, as options of the loss."""
+    config, found = model.config.get_text_config(), {}
     if getattr(config, "final_logit_softcapping", None) is not None:
         found["logit_softcap"] = float(config.final_logit_softcapping)
     if getattr(config, "logits_scaling", None) is not None:  # Granite divides
@@ -85,7 +86,7 @@ def logit_transform(config: Any) -> dict[str, Any]:
 
 def with_routers(model: Any, asked: bool | None) -> bool:
     """Whether a call is to add the loss of the model's routers: as asked for, or as its configuration says."""
-    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
 
 
 def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -> tuple[Tensor, float] | None:
@@ -97,5 +98,6 @@ def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -
     balance = next((x.load_balancing_loss_func for x in modules if hasattr(x, "load_balancing_loss_func")), None)
     if balance is None or router_logits is None:
         return None
-    loss = balance(router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
-    return torch.as_tensor(loss), model.router_aux_loss_coef
+    of = model if hasattr(model, "num_experts") else model.config.get_text_config()
+    loss = balance(router_logits, of.num_experts, of.num_experts_per_tok, attention_mask)
+    return torch.as_tensor(loss), of.router_aux_loss_coef

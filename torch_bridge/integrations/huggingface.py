@@ -12,10 +12,14 @@ from torch import nn
 from torch_bridge.integrations import causal_lm, comparison, patched, trl
 from torch_bridge.integrations.patched import OF_A_HEAD, OF_A_LOSS
 
-# Models whose head is known to be an nn.Linear on the backbone's last hidden states; the second kind caps its logits.
-# Others are compared with their own forward before they are patched, for which their weights must be loaded.
-_PLAIN = {"gemma", "gpt2", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3"}
-_CAPPED = {"gemma2", "gemma3_text"}
+# Classes of transformers whose head is known to be an nn.Linear on the backbone's last hidden states, each with the
+# options that its forward reads of its configuration. Others are compared with their own forward before they are
+# patched, for which their weights must be loaded.
+_PLAIN = ("Gemma", "Llama", "Mistral", "Phi", "Phi3", "Qwen2", "Qwen3")
+_KNOWN: dict[str, set[str]] = {"GPT2LMHeadModel": set(), "Gemma3ForConditionalGeneration": set()}
+_KNOWN |= {f"{name}ForCausalLM": set() for name in _PLAIN}
+_KNOWN |= {f"{name}ForCausalLM": {"logit_softcap"} for name in ("Gemma2", "Gemma3")}
+_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 _OPTIONS = OF_A_LOSS | OF_A_HEAD | {"backward"}
 
@@ -40,22 +44,25 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
     `scratch_bytes` of the model patched last.
 
     Args:
-        model: a `…ForCausalLM` or `…LMHeadModel` of transformers whose head is an `nn.Linear` after the backbone:
-            Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap; Gemma 3 for text only, which is
-            Gemma3ForCausalLM), Mistral, Phi, GPT-2 and others. Models that are not known are run on four tokens, to
-            compare; so are those whose configuration states a soft cap or scale that they do not use. Or a `PeftModel`
-            of one; a model may be given adapters after it is patched, too. The head itself may be in `modules_to_save`,
-            or have one active LoRA, which then is trained without an array of the weight's size.
+        model: a `…ForCausalLM`, `…LMHeadModel` or `…ForConditionalGeneration` of transformers, or of a subclass, whose
+            head is an `nn.Linear` after the backbone: Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap), Mistral,
+            Phi, GPT-2 and others; of several modalities Gemma 3, LLaVA, Qwen2.5-VL and others. Models that are not
+            known are run on four tokens, to compare; so are those whose configuration states a soft cap or scale that
+            they do not use. Or a `PeftModel` of one; a model may be given adapters after it is patched, too. The head
+            itself may be in `modules_to_save`, or have one active LoRA, which then is trained without an array of the
+            weight's size.
         skip_logits: with labels, compute no logits in evaluation either: for `Trainer` without `compute_metrics`. That
             loss is the model's own, without `label_smoothing` and `z_loss`.
         options: `label_smoothing`, `z_loss`, `backward`, `precision`, `implementation`, `scratch_bytes`,
-            `validate_labels` of `linear_cross_entropy`.
+            `validate_labels` of `linear_cross_entropy`. A label outside the vocabulary is an error, on a GPU one of the
+            device's own, as in the model's own loss. With `validate_labels=True` the host waits for the labels, and the
+            error names the first; with False such labels are ignored.
 
     Returns:
         The model itself, patched.
 
     Raises:
-        TypeError: no such model, or an unknown option.
+        TypeError: no such model, one with an encoder and a decoder, or an unknown option.
         ValueError: a model that is patched already, whose head is no `nn.Linear`, has forward hooks, several active
             adapters, or one that is no plain LoRA (DoRA and other variants, dropout in training, a quantised layer), or
             with a loss_function of its own (a call raises it where these come later), whose logits are not what its
@@ -83,11 +90,11 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
         )
     inner = causal_lm.base(model)
     _check_model(inner)
-    stated = causal_lm.logit_transform(inner.config)
-    known = type(inner).__module__.startswith("transformers.") and inner.config.model_type in _PLAIN | _CAPPED
-    capped = {name: x for name, x in stated.items() if name == "logit_softcap" and inner.config.model_type in _CAPPED}
-    used = capped if known else stated
-    if not known or used != stated:
+    stated = causal_lm.logit_transform(inner)
+    of_transformers = type(inner).__module__.startswith("transformers.")
+    read = _KNOWN.get(type(inner).__name__) if of_transformers else None
+    used = stated if read is None else {name: x for name, x in stated.items() if name in read}
+    if read is None or used != stated:
         comparison.compare(inner, options | used)
     patched.put(inner, patched.Patch(options | used, skip_logits))
     return model
@@ -113,16 +120,21 @@ def unpatch_causal_lm(model: Any) -> Any:
 
 
 def _check_model(model: Any) -> None:
-    name = type(model).__name__
-    is_module: bool = isinstance(model, nn.Module)
-    if not is_module or not name.endswith(("ForCausalLM", "LMHeadModel")):
-        inside = ", like the `module` that it wraps" if hasattr(model, "module") else ""
-        raise TypeError(f"model is a {name}; it must be a …ForCausalLM or …LMHeadModel of transformers{inside}")
+    name, kinds = type(model).__name__, type(model).__mro__
+    if nn.Module not in kinds or not any(kind.__name__.endswith(_ENDINGS) for kind in kinds):
+        wrapped = next((x for x in ("module", "_orig_mod") if hasattr(model, x)), None)
+        inside = f", like the `{wrapped}` that it wraps: patch that before it is wrapped" if wrapped else ""
+        raise TypeError(f"model is a {name}; it must be one of transformers' …{', …'.join(_ENDINGS)}{inside}")
+    if model.config.is_encoder_decoder:
+        raise TypeError(f"{name} has an encoder and a decoder, and the patch serves models of one stack; {_BY_HAND}")
     if patched.of(model) is not None or not causal_lm.has_forward_of_its_class(model):
         raise ValueError(f"the forward of this {name} is patched or wrapped already; patch a model before wrapping it")
     if why := causal_lm.passed_over(model, causal_lm.head(model)):
         raise ValueError(why)
-    if causal_lm.backbone(model) is model:
+    backbone, of_text = causal_lm.backbone(model), model.config.get_text_config()
+    if backbone is model:
         raise TypeError(f"{name} has no backbone under base_model_prefix={model.base_model_prefix!r}; {_BY_HAND}")
-    if getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+    if of_text is not model.config and isinstance(getattr(backbone, "config", None), type(of_text)):
+        raise TypeError(f"the backbone of {name} is its {type(backbone).__name__}, which sees text alone; {_BY_HAND}")
+    if getattr(model, "loss_type", None) not in (None, "ForCausalLM", "ForConditionalGeneration"):
         raise ValueError(f"{name} has loss_type={model.loss_type!r}; the patch computes 'ForCausalLM'; {_BY_HAND}")

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_bridge.api.linear import linear_cross_entropy
@@ -82,8 +83,11 @@ class _Patched:
             _serve(self, patch)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        patch = of(self) if name == "forward" else None
+        if patch:
+            trl.check_options(self, value, [name for name, x in patch.options.items() if name in OF_A_LOSS and x])
         super().__setattr__(name, value)
-        if name == "forward" and (patch := of(self)):
+        if patch:
             first, *_ = functions = causal_lm.forwards(self)
             if functions[-1] is not type(self).forward:  # type: ignore[attr-defined]
                 name = f"{first.__module__}.{getattr(first, '__qualname__', type(first).__qualname__)}"
@@ -126,8 +130,7 @@ def _class(own: Any) -> type:
 
 
 def _serve(model: Any, patch: Patch) -> None:
-    of_a_head = {name: x for name, x in patch.options.items() if name in OF_A_HEAD}
-    trl.serve(model, of_a_head, [name for name, x in patch.options.items() if name in OF_A_LOSS and x])
+    trl.serve(model, {name: x for name, x in patch.options.items() if name in OF_A_HEAD})
 
 
 def _forward(
@@ -174,6 +177,8 @@ def _forward(
     # A replica of DataParallel gets its part of a vector; the model's own loss has the shape of what it is divided by.
     of_a_vector = isinstance(items, Tensor) and items.ndim > 0 and items.numel() == 1
 
+    ignored = given.get("ignore_index", causal_lm.IGNORED)
+
     def loss_of(hidden: Tensor) -> Tensor:
         weight, bias = adapters.parameters(head)
         device = head.weight.device
@@ -183,13 +188,22 @@ def _forward(
             labels.to(device),
             linear_bias=bias,
             shift=shift,
-            ignore_index=given.get("ignore_index", causal_lm.IGNORED),
+            ignore_index=ignored,
             reduction=reduction or "mean",
             normalizer=items.reshape(()) if of_a_vector else items,
             **options,
         )
 
     loss = causal_lm.in_place_of_logits(model, loss_of, out.last_hidden_state)
+    if "validate_labels" not in options:
+        # Without the host's waiting, on a GPU as in the model's own loss.
+        counted = labels[..., shift:]
+        valid = (counted == ignored) | (counted >= 0) & (counted < head.weight.shape[0])
+        torch._assert_async(
+            valid.all(),
+            f"a label lies outside the vocabulary and is not ignore_index={ignored}: patch_causal_lm(model, "
+            "validate_labels=True) names it, validate_labels=False takes such labels for ignored ones",
+        )
     loss = loss.reshape(items.shape) if of_a_vector else loss
     further: dict[str, Any] = {}
     kind: Any = CausalLMOutputWithPast
@@ -199,6 +213,6 @@ def _forward(
             further["aux_loss"] = routers[0].to(loss.device)
             loss = loss + routers[1] * further["aux_loss"] if reduction in (None, "mean") else loss
     # Taken over by name: the cache is `past_key_values` up to transformers 5.23, and `cache` after.
-    shared = {field.name for field in dataclasses.fields(kind)} & out.keys()
+    shared = kind.__dataclass_fields__.keys() & out.keys()  # torch.compile does not trace dataclasses.fields
     found = kind(loss=loss, **further, **{name: out[name] for name in shared})
     return found if given.get("return_dict", True) is not False else found.to_tuple()

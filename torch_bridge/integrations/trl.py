@@ -2,7 +2,8 @@
 
 A trainer of TRL replaces the forward of its models and reference models by a head of its own (`add_fused_lm_head`). One
 function makes all that the head reads of the logits, `trl.trainer.utils._ChunkedLogProbFunction`. Only that function is
-replaced here: adapters, FSDP2, context parallelism and losses of routers stay TRL's.
+replaced here: adapters, FSDP2, context parallelism and losses of routers stay TRL's. Its trainers refuse an adapter of
+the head, since that function is given the weight alone.
 """
 
 import functools
@@ -15,10 +16,8 @@ import weakref
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torch_bridge.api.linear import linear_row_statistics
-from torch_bridge.integrations import adapters, causal_lm
 
 # The versions whose trainers the tests have run.
 TESTED = ("1.16.0",)
@@ -39,13 +38,13 @@ class FusedHead:
     Attributes:
         original: TRL's own.
         options: of `linear_row_statistics`.
-        models: those for which it was put there, each with the options of a loss that it was patched with.
+        models: those for which it was put there.
     """
 
     def __init__(self, original: Any) -> None:
         self.original = original
         self.options: dict[str, Any] = {}
-        self.models: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self.models: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def apply(
         self,
@@ -64,28 +63,19 @@ class FusedHead:
         Only log-probabilities and entropies have a gradient, as in TRL.
 
         Raises:
-            ValueError: a model that TRL trains was patched with an option of the loss, which TRL computes itself; a
-                weight that DeepSpeed's ZeRO-3 holds, which would be gone in the backward; an adapter of the head that
-                `patch_causal_lm` refuses, or any where FSDP2 splits the head.
+            ValueError: a weight that DeepSpeed's ZeRO-3 holds, which would be gone in the backward.
         """
-        for model, lost in self.models.items():
-            if lost and any(map(_is_of_trl, causal_lm.forwards(model))):
-                raise ValueError(
-                    f"this {type(model).__name__} was patched with {lost}, but TRL's trainers compute their losses "
-                    "themselves, from log-probabilities: patch it without"
-                )
         if hasattr(weight, "ds_id"):
             raise ValueError(
                 "the head's weight is split by DeepSpeed's ZeRO-3, which takes it away again before the backward: use "
                 "FSDP2 or ZeRO-2, or do not patch the model"
             )
-        of_head = self._with_adapter(weight, bias)
         row: Any = linear_row_statistics(
             hidden,
-            of_head.weight,
+            weight,
             targets,
             statistics=[x for name, x in _STATISTICS.items() if name == "log_probs" or name in outputs],
-            linear_bias=of_head.bias,
+            linear_bias=bias,
             logit_softcap=final_logit_softcapping,
             logit_scale=logit_scale,
             temperature=temperature,
@@ -99,25 +89,8 @@ class FusedHead:
             None if row.argmax is None else row.argmax == targets,
         )
 
-    def _with_adapter(self, weight: Tensor, bias: Tensor | None) -> adapters.Parameters:
-        """With the adapter of the head whose weight it is, which TRL's own function does not see."""
-        for model in self.models:
-            head = causal_lm.head(model)
-            if adapters.base(head) is head:
-                continue
-            if isinstance(head.weight, DTensor):
-                raise ValueError(
-                    f"the head of this {type(model).__name__} has an adapter and is split by FSDP2, so that TRL passes "
-                    "on its weight alone: leave lm_head out of target_modules, or do not patch the model"
-                )
-            if head.weight is weight:
-                if why := adapters.passed_over(head):
-                    raise ValueError(f"the head of this {type(model).__name__} {why}")
-                return adapters.parameters(head)
-        return adapters.Parameters(weight, bias)
 
-
-def serve(model: Any, options: dict[str, Any], of_a_loss: list[str]) -> None:
+def serve(model: Any, options: dict[str, Any]) -> None:
     """Has TRL, where it is installed, compute by `linear_row_statistics`: in all models of the process, as of now.
 
     Warns, once, where a version of TRL was not tested or has no such head.
@@ -125,7 +98,6 @@ def serve(model: Any, options: dict[str, Any], of_a_loss: list[str]) -> None:
     Args:
         model: the patched one.
         options: of `linear_row_statistics`.
-        of_a_loss: what else it was patched with, which a trainer of TRL would pass over.
     """
     if (utils := _utils()) is None:
         return
@@ -133,20 +105,32 @@ def serve(model: Any, options: dict[str, Any], of_a_loss: list[str]) -> None:
     if not isinstance(head, FusedHead):
         head = utils._ChunkedLogProbFunction = FusedHead(head)
     head.options = options
-    head.models[model] = of_a_loss
+    head.models.add(model)
 
 
 def release(model: Any) -> None:
     """Gives TRL its own function back, unless it serves another patched model."""
     if (utils := _utils()) is not None and isinstance(head := utils._ChunkedLogProbFunction, FusedHead):
-        head.models.pop(model, None)
+        head.models.discard(model)
         if not head.models:
             utils._ChunkedLogProbFunction = head.original
 
 
-def _is_of_trl(function: Any) -> bool:
-    """Whether TRL's modules define it; its `__module__` names the function that it wraps."""
-    return bool(getattr(function, "__globals__", {}).get("__name__", "").startswith("trl."))
+def check_options(model: Any, forward: Any, of_a_loss: list[str]) -> None:
+    """Raises ValueError where a trainer of TRL gives a patched model its forward, which would pass over options.
+
+    Args:
+        model: the patched one.
+        forward: what takes the place of its own.
+        of_a_loss: the options that it was patched with and that change a loss.
+    """
+    # By the module that defines it: its `__module__` names the function that it wraps.
+    defined_in = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+    if of_a_loss and defined_in.startswith("trl."):
+        raise ValueError(
+            f"this {type(model).__name__} was patched with {of_a_loss}, but TRL's trainers compute their losses "
+            "themselves, from log-probabilities: patch it without"
+        )
 
 
 @functools.cache

@@ -85,6 +85,7 @@ class Program:
         staying: indices of what only a backward reads and takes a number a row. Where autograd need not see it, it
             stays with JAX, which saves two exchanges each.
         scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
+        sums: how many of the gradients of hidden states and weight the forward has made.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
     """
 
@@ -165,6 +166,7 @@ class Program:
         self._of_head = frozenset(map(index, jax.tree.leaves(of_head)))
         scaled = function.scaled(problem, known) if differentiated else {}
         self.scaled: dict[str, int] = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
+        self.sums = 0 if known is None else sum(x is not None for x in (known.sums.hidden, known.sums.weight))
         self.adds: frozenset[str] = function.adds(problem, known) if differentiated else frozenset()
         return tuple(outputs)
 
