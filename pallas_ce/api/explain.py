@@ -226,8 +226,8 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     describe = how.backend.describe
     with known_device((hidden, weight)):
         plans = [how.block_sizes(spec, max(tokens, 1), needed, weight_sum) for needed in passes]
-        kernels = zip(passes, plans, strict=True) if describe else ()
-        launches = tuple(describe(spec, options, needed, plan.rows) for needed, plan in kernels)
+        made = zip(passes, plans, strict=True)
+        launches = tuple(describe(spec, options, needed, plan.rows) for needed, plan in made if describe)
     plan = plans[-1]
     scratch = max(plan.scratch_bytes for plan in plans) + part.gathered_bytes
     of_hidden = spec.accumulator

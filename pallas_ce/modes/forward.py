@@ -80,4 +80,5 @@ def _local_statistics(names: frozenset[str], before_gradient: bool, how: How, lo
     # Where a way has a loop, the host is told of the choice anyway.
     choice = device_cond if parts.skips_rows else lax.cond
     every, counted = functools.partial(visit, None, whole), functools.partial(visit, rows.mask, parts)
-    return shards.own_rows(choice(few_ignored(rows.mask), every, counted)), None
+    few = few_ignored(jnp.sum(rows.mask, dtype=jnp.int32), tokens)
+    return shards.own_rows(choice(few, every, counted)), None
