@@ -246,8 +246,8 @@ def decide(
     def refusal(name: str) -> str | None:
         if task == "logits":
             return refusal_of_logits(name, spec, several=rows.targets is not None)
-        if task == "top_k" and name not in _OTHER_TASKS[task][0]:
-            return "it has no top-k"
+        if task == "top_k":  # rows are tempered after the kernels
+            return select.load(name).refusal(spec) if name in _OTHER_TASKS[task][0] else "it has no top-k"
         return select.load(name).refusal(spec, rows)
 
     name, reason, default = select.select(

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
+import pytest
 
 from pallas_ce import LossAndGradients, linear_cross_entropy_and_gradients
 from pallas_ce.backends import select
@@ -27,6 +29,22 @@ ANY_CALL: dict[str, Any] = {
     "narrow": st.booleans(),
     "several": st.booleans(),
 }
+# Processes share the parts of so many examples.
+PARTS = pytest.mark.parametrize("part", range(16))
+
+
+def drawn_in_parts(part: int, examples: int, problems: Any, implementation: str) -> None:
+    """`assert_any_options` of other examples in each part."""
+
+    @hypothesis.seed(part)
+    @hypothesis.settings(max_examples=examples // 16, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(p=problems, **ANY_CALL)
+    def run(p: Problem, **how: Any) -> None:
+        assert_any_options(implementation, p, **how)
+
+    run()
+
+
 # The largest sizes for a GPU: products of more steps than a kernel's ring has slots, and several tiles each way.
 ON_GPU = (1500, 750, 6000)
 

@@ -147,7 +147,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "heads": lambda h, w, t: jax.vmap(loss())(jnp.stack([h, h]), jnp.stack([w, w]), jnp.stack([t, t])),
     "scan": lambda h, w, t: jax.lax.scan(lambda c, x: (c, loss()(*x)), 0, (h[None], w[None], t[None])),
     "checkpoint": lambda *given: jax.checkpoint(loss())(*given),
-    "top-k": lambda h, w, t: linear_top_k(h, w, 5),
+    "top-k": lambda h, w, t: linear_top_k(h, w, 5, temperature=jnp.ones(len(h))),
     "stored logits": lambda h, w, t: jax.value_and_grad(cross_entropy)(h, t),
     "stored logits, each row": jax.grad(lambda h, w, t: jnp.sum(cross_entropy(h, t, reduction="none"))),
     "lse of stored logits": lambda h, w, t: mean_squared_lse(h, t),

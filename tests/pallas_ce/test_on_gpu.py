@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,7 +16,7 @@ from tests.pallas_ce.checks import (
     relative_error,
 )
 from tests.pallas_ce.problems import Problem, make, narrow_problems, readable
-from tests.pallas_ce.sums import ANY_CALL, ON_GPU, assert_any_options
+from tests.pallas_ce.sums import ON_GPU, PARTS, drawn_in_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -30,10 +29,9 @@ def narrow(p: Problem) -> Problem:
     return p
 
 
-@hypothesis.settings(max_examples=500, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-@hypothesis.given(p=narrow_problems(most=ON_GPU).map(readable), **ANY_CALL)
-def test_any_options(p: Problem, **how: Any) -> None:
-    assert_any_options("mosaic_gpu", p, **how)
+@PARTS
+def test_any_options(part: int) -> None:
+    drawn_in_parts(part, 400, narrow_problems(most=ON_GPU).map(readable), "mosaic_gpu")
 
 
 @both_modes

@@ -14,7 +14,7 @@ import pytest
 from pallas_ce.backends.triton import binding, configs
 from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, assert_near_oracle, library_results
 from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
-from tests.pallas_ce.sums import ANY_CALL, LOSS_SCALES, ON_GPU, assert_adds, assert_any_options
+from tests.pallas_ce.sums import LOSS_SCALES, ON_GPU, PARTS, assert_adds, drawn_in_parts
 from tests.pallas_ce.test_on_gpu import narrow
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +31,9 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@hypothesis.settings(max_examples=250, suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.given(p=narrow_problems(most=ON_GPU), **ANY_CALL)
-def test_any_options(p: Problem, **how: Any) -> None:
-    assert_any_options("triton", p, **how)
+@PARTS
+def test_any_options(part: int) -> None:
+    drawn_in_parts(part, 160, narrow_problems(most=ON_GPU), "triton")
 
 
 @both_modes
