@@ -29,7 +29,7 @@ ANY_CALL: dict[str, Any] = {
     "narrow": st.booleans(),
     "several": st.booleans(),
 }
-# Processes share the parts of so many examples.
+# Processes share the examples.
 PARTS = pytest.mark.parametrize("part", range(16))
 
 

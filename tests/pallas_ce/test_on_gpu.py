@@ -31,7 +31,7 @@ def narrow(p: Problem) -> Problem:
 
 @PARTS
 def test_any_options(part: int) -> None:
-    drawn_in_parts(part, 400, narrow_problems(most=ON_GPU).map(readable), "mosaic_gpu")
+    drawn_in_parts(part, 128, narrow_problems(most=ON_GPU).map(readable), "mosaic_gpu")
 
 
 @both_modes

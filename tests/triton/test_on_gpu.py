@@ -33,7 +33,7 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @PARTS
 def test_any_options(part: int) -> None:
-    drawn_in_parts(part, 160, narrow_problems(most=ON_GPU), "triton")
+    drawn_in_parts(part, 64, narrow_problems(most=ON_GPU), "triton")
 
 
 @both_modes
