@@ -287,6 +287,21 @@ CHOICES: list[tuple[tuple[Any, ...], dict[str, Any], str, str]] = [
 NAMED: Any = {"implementation": "mosaic_gpu"}
 
 
+@on_each_gpu
+@pytest.mark.parametrize(
+    ("v", "dtype", "mode"),
+    [(50257, jnp.bfloat16, "recompute"), (50264, jnp.bfloat16, "in_forward"), (50257, jnp.float32, "in_forward")],
+)
+def test_stored_rows_that_are_not_aligned_are_made_again(gpu: str, v: int, dtype: Any, mode: str) -> None:
+    pytest.importorskip("triton")
+    told = explain(
+        *structs(h=768, v=v, dtype=dtype)[:2],
+        implementation="triton",
+        precision="high" if dtype == jnp.float32 else None,
+    )
+    assert told.backward == mode
+
+
 @on_hopper
 @pytest.mark.parametrize(("arrays", "options", "served", "reason"), CHOICES)
 def test_what_serves_a_call_and_why(
