@@ -45,7 +45,7 @@ _FORWARD_BYTES, _ROWS_OF_FORWARD = 2**25, 2048
 # In_forward: a stash that takes no memory of its own is preferred to one of more rows, if it has this share of them.
 _SPARED = 0.7
 
-# Where V is no multiple of this, products of stored 16-bit rows take up to 2.5 times as long: of GPT-2's head in_forward
+# If V is no multiple of this, products of stored 16-bit rows take up to 2.5 times as long: of GPT-2's head in_forward
 # took 7.8 ms on an H200, and recompute, whose parts are aligned, 4.2 (`gpu_head_heads.json`).
 _ALIGNED = 8
 
