@@ -30,10 +30,10 @@ class Panel(NamedTuple):
     marked: bool = True
 
 
-def chart(path: Path, panels: Sequence[Panel], title: str = "", theme: str = "light") -> Path:
-    """Draws the panels side by side with one legend, as the path's suffix says; returns the path.
+def chart(path: Path, panels: Sequence[Panel], title: str = "", theme: str = "light", width: float = 4.9) -> Path:
+    """Draws the panels, each of this many inches, side by side with one legend; returns the path, whose suffix counts.
 
-    Lines whose labels begin with "pallas-ce" are thick. The same numbers give the same file.
+    Lines whose labels begin with "pallas-ce" are thick, before all others. The same numbers give the same file.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ def chart(path: Path, panels: Sequence[Panel], title: str = "", theme: str = "li
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
     settings: dict[Any, Any] = _PLAIN | colours | {"axes.edgecolor": behind, "grid.color": behind}
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(4.9 * max(2, len(panels)), 4.4), layout="constrained")
+        figure = Figure(figsize=(width * max(2, len(panels)), 4.4), layout="constrained")
         legend: dict[str, Any] = {}
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             _draw(axes, panel, legend)
@@ -69,12 +69,14 @@ def _draw(axes: Any, panel: Panel, legend: dict[str, Any]) -> None:
             color=legend[label].get_color() if label in legend else f"C{number % 10}",
             marker="o" if panel.marked else None,
             markersize=3,
-            linewidth=2.4 if ours else 1.2,
+            linewidth=3 if ours else 1.2,
+            zorder=3 if ours else 2,
             label=label,
         )
         legend.setdefault(label, drawn)
     if named:
-        axes.set_xticks(range(len(places)), places, rotation=60, ha="right")
+        turned = {"rotation": 60, "ha": "right"} if max(map(len, places)) > 6 else {}
+        axes.set_xticks(range(len(places)), places, **turned)
     for axis in panel.log:
         getattr(axes, f"set_{axis}scale")("log", base=2)
         getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")

@@ -3,7 +3,7 @@
 usage: python tools/check_installs.py DIRECTORY     (which holds the wheel; the sdist goes there)
 
 The environments are temporary, and pip fills them from the network or its cache. A page's line for a GPU is followed
-without the extra of its CUDA version: `pip install "pallas-ce[cuda13,torch]"` as `pallas-ce[torch]`.
+without the extra of its CUDA version: `pip install ".[cuda13,torch]"` as `pallas-ce[torch]`.
 """
 
 import re
@@ -51,7 +51,7 @@ def installs(page: str) -> set[str]:
         ValueError: the page installs something else, or names an extra that is not declared.
     """
     found = set()
-    request = r'"pallas-ce\[(.*?)\]"|extra `(.*?)`|pip install (?!"pallas-ce\[)(\S+)'
+    request = r'"(?:pallas-ce|\.)\[(.*?)\]"|extra `(.*?)`|pip install (?!"(?:pallas-ce|\.)\[)(\S+)'
     for bracketed, named, other in re.findall(request, page):
         if other.strip("`") not in ("", ".", '"pallas-ce"'):
             raise ValueError(f"`pip install {other}` is none of this project")

@@ -1,4 +1,4 @@
-"""Prints the README's table of devices: where each implementation serves, where it was run, and the default."""
+"""Prints the table of devices of docs/adopting.md: where each implementation serves, where it was run, the default."""
 
 from typing import Literal
 

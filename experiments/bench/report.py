@@ -8,7 +8,7 @@ from typing import Any
 from experiments.bench import paper_table, programs, training_evidence
 from experiments.bench.results import DRY, Record, ResultError, load
 from experiments.bench.tables import COLUMNS, Row, entry, left_out, machine_line, rows_of, table
-from experiments.bench.targets import Documents, targets_table
+from experiments.bench.targets import Documents, missed_table, targets_table
 from experiments.charts import Panel, chart
 from experiments.files import write_atomically
 
@@ -31,6 +31,11 @@ _PEERS = {
     )
 }
 
+_MADE = "% Made by `python -m experiments.bench site`."
+
+# Of these, the figure's: five rivals, each second one dashed.
+_DRAWN = ("pallas-ce, in_forward", "pallas-ce, recompute", "torch.compile", "quack", "Liger", "Liger, C 16", "CCE")
+
 
 def write(folder: Path) -> Iterator[Path]:
     """Writes `gpu_report.md`, and the reports of the paper's table and of trainings with their plots."""
@@ -48,10 +53,11 @@ def write(folder: Path) -> Iterator[Path]:
 def write_site(folder: Path) -> Iterator[Path]:
     """Writes the documentation's tables, and its figure for light and dark pages."""
     documents = _loaded(folder)
-    yield _written(DOCS / "generated" / "performance.md", site_page(documents))
+    for name, page in SITE.items():
+        yield _written(DOCS / "generated" / f"{name}.md", page(documents))
     title = f"{documents['gpu_head_grid']['machine']['device']}, {ROWS} rows of width 4096, bfloat16"
-    for theme in ("light", "dark"):
-        yield chart(DOCS / "_static" / f"rivals-{theme}.svg", rival_panels(documents), title, theme)
+    for theme in ("light", "dark"):  # narrow, so that a phone does not make the letters small
+        yield chart(DOCS / "_static" / f"rivals-{theme}.svg", rival_panels(documents), title, theme, width=3.3)
 
 
 def _loaded(folder: Path) -> dict[str, Record]:
@@ -110,38 +116,73 @@ def devices_line(documents: Documents) -> str:
     return f"Device: {most}{''.join(f'; {name}: {device}' for name, device in devices.items() if device != most)}."
 
 
-def site_page(documents: Documents) -> str:
+def performance_page(documents: Documents) -> str:
     """The tables of the performance page."""
     time, memory = lines(documents)
     pipeline, models = documents["pipeline_memory"]["machine"], documents["huggingface_table"]
     runs = [{**document, "facts": machine_line(document).partition(": ")[2]} for document in documents.values()]
+    spans = {name: (min(line.values()), max(line.values())) for name, line in time.items()}
     parts = [
-        "% Made by `python -m experiments.bench site`.",
+        _MADE,
+        "Loss and gradients take `in_forward` {:.2f} to {:.2f} times as long as three bare products of the same sizes, "
+        "and `recompute` {:.2f} to {:.2f} times.".format(
+            *spans["pallas-ce, in_forward"], *spans["pallas-ce, recompute"]
+        ),
         "## Beside other implementations",
         f"{ROWS} rows, width 4096, bfloat16; by size of the vocabulary. Time over three bare products:",
         _by_vocabulary(time, ".2f"),
         "MiB beside the inputs, gradients included:",
         _by_vocabulary(memory, ".0f"),
-        "## On a CPU",
-        "2048 rows, width 512, vocabulary 32768, float32; canonical is stored logits.",
-        section("cpu_head", documents["cpu_head"]),
-        "## Microbatches in flight",
-        "PyTorch: a head with {in_flight} microbatches in flight, each of {tokens} rows, width {width}, vocabulary "
-        "{vocabulary}.".format(**pipeline),
-        section("pipeline_memory", documents["pipeline_memory"]),
         "## Hugging Face models",
         "Training steps of Qwen3 with random weights, a vocabulary of 151936, bfloat16 and PyTorch's fused AdamW, in "
         "eager mode, by transformers' own loss (plain), with Liger's kernels and with `patch_causal_lm` (fused).",
         section("huggingface_table", models),
         *left_out(models),
         *(f"{name}: {p['mib']:.0f} MiB by the driver's count." for name, p in models["points"].items() if "mib" in p),
-        "## Targets",
-        targets_table(documents),
-        devices_line(documents),
+        "## Microbatches in flight",
+        "PyTorch: a head with {in_flight} microbatches in flight, each of {tokens} rows, width {width}, vocabulary "
+        "{vocabulary}.".format(**pipeline),
+        section("pipeline_memory", documents["pipeline_memory"]),
+        "## On a CPU",
+        "2048 rows, width 512, vocabulary 32768, float32; canonical is stored logits.",
+        section("cpu_head", documents["cpu_head"]),
+        "## Missed targets",
+        missed_table(documents),
         "## Runs",
+        devices_line(documents),
         table(runs, {"command": "`{command}`", "machine and versions": "{facts}"}),
     ]
     return "\n\n".join(parts)
+
+
+def adopting_page(documents: Documents) -> str:
+    """The tables of what adopting costs: compiling, the host's time, memory."""
+    compiled, bridge = documents["gpu_head_compile"], documents["torch_gpu"]
+    parts = [
+        _MADE,
+        "## Seconds to compile",
+        "The head alone, on an {device}; canonical stores the logits. Autotuning is XLA's, of its own products.".format(
+            **compiled["machine"]
+        ),
+        table(rows_of(compiled), COLUMNS["cost_compile"]),
+        "## The host's time",
+        "Microseconds until a call returns, while an {device} is busy.".format(**bridge["machine"]),
+        _costs(bridge, "host"),
+        "## Memory",
+        "MiB of a process that takes loss and gradients, by the driver's count.",
+        _costs(bridge, "memory"),
+    ]
+    return "\n\n".join(parts)
+
+
+def _costs(bridge: Row, kind: str) -> str:
+    """The bridge's points of a kind."""
+    points = ((name.partition(" "), point) for name, point in bridge["points"].items())
+    rows = ({**point, "call": call} for (start, _, call), point in points if start == kind)
+    return table(rows, COLUMNS[f"cost_{kind}"])
+
+
+SITE = {"performance": performance_page, "adopting": adopting_page}
 
 
 def lines(documents: Documents) -> tuple[dict[str, Line], dict[str, Line]]:
@@ -167,11 +208,13 @@ def lines(documents: Documents) -> tuple[dict[str, Line], dict[str, Line]]:
 
 
 def rival_panels(documents: Documents) -> list[Panel]:
-    """Time and memory of each contender against the size of the vocabulary."""
-    time, memory = lines(documents)
+    """Time and memory against the size of the vocabulary."""
+    time, memory = (
+        {name: {f"{v // 1024}k": y for v, y in found[name].items()} for name in _DRAWN} for found in lines(documents)
+    )
     return [
-        Panel(time, "vocabulary", title="loss and gradients: time / three products", log="xy"),
-        Panel(memory, "vocabulary", title="MiB beside the inputs, gradients included", log="xy"),
+        Panel(time, "vocabulary", title="time / three bare products", log="y"),
+        Panel(memory, "vocabulary", title="MiB, gradients included", log="y"),
     ]
 
 

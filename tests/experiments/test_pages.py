@@ -12,7 +12,8 @@ DOCUMENTS = load(FOLDER)
 
 
 def test_the_pages_are_made_from_the_result_files() -> None:
-    assert (report.DOCS / "generated" / "performance.md").read_text() == report.site_page(DOCUMENTS) + "\n"
+    for name, page in report.SITE.items():
+        assert (report.DOCS / "generated" / f"{name}.md").read_text() == page(DOCUMENTS) + "\n"
     assert (FOLDER / "gpu_report.md").read_text() == report.markdown(DOCUMENTS) + "\n"
     for module in (paper_table, training_evidence):
         assert (FOLDER / f"{module.NAME}.md").read_text() == module.markdown(DOCUMENTS[module.NAME]) + "\n"

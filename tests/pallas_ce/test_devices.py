@@ -1,4 +1,4 @@
-"""Statements on devices agree: facts, defaults, the backends' own tables, names of GPUs, and the README."""
+"""Statements on devices agree: facts, defaults, the backends' own tables, names of GPUs, and the page."""
 
 import re
 from pathlib import Path
@@ -84,7 +84,8 @@ def test_what_is_called_tested_has_its_results_in_the_repository(file: str) -> N
     assert (ROOT / file).is_file()
 
 
-def test_the_readme_has_the_table_of_the_facts() -> None:
-    found = re.search(r"^\| compute capability .*?\n(?=\n)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_the_page_has_the_table_of_the_facts() -> None:
+    page = (ROOT / "docs" / "adopting.md").read_text()
+    found = re.search(r"^\| compute capability .*?\n(?=\n)", page, re.MULTILINE | re.DOTALL)
     assert found is not None
     assert found[0].rstrip("\n") == devices_table.table()
