@@ -32,7 +32,7 @@ help:  ## list the targets
 train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a GPU, ARGS="--help" for its options)
 	@$(PY) -m experiments.train_lm $(ARGS)
 
-test: lint typecheck docs pytest wheel  ## run every quality gate (about 20 minutes on two processors)
+test: lint typecheck docs pytest wheel  ## run every quality gate (about 12 minutes on two processors)
 
 test-all: lint typecheck docs pytest wheel test-nightly  ## run the gates and everything that they leave out (an hour)
 
