@@ -1,10 +1,10 @@
-"""Two processes train a head under DDP and FSDP2: the gradients equal the whole batch's in one process."""
+"""Two processes train a head under DDP, FSDP1 and FSDP2: the gradients equal the whole batch's in one process."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch_bridge import processes
@@ -43,6 +43,16 @@ def check_head_in_loss(mesh, x, target, reference):
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
 
 
+def check_fsdp1(x, target, reference):
+    for original in (False, True):
+        model = FullyShardedDataParallel(Model(), use_orig_params=original, device_id=torch.device("cpu"))
+        model(x, target).backward()
+        with pytest.raises(ValueError, match="FSDP1"):
+            linear_cross_entropy(x, model.head.weight, target)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        torch.testing.assert_close([x.grad for x in model.parameters()], [x.grad for x in reference.parameters()])
+
+
 def train(rank, _):
     torch.manual_seed(1)
     x, target = torch.randn(BATCH, WIDTH), torch.randint(0, VOCABULARY, (BATCH,))
@@ -66,9 +76,10 @@ def train(rank, _):
     with pytest.raises(TypeError, match="linear_weight is a DTensor"):  # sharded again after the forward
         linear_cross_entropy(x, sharded.head.weight, target)
     check_head_in_loss(mesh, x[mine], target[mine], reference)
+    check_fsdp1(x[mine], target[mine], reference)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_both_kinds_of_data_parallelism_train_as_one_process_does():
+def test_every_kind_of_data_parallelism_trains_as_one_process_does():
     processes.run(train)

@@ -55,13 +55,6 @@ def test_the_heads_function_returns_what_trls_does(dtype, temperature, cap, scal
     assert alone[1:] == (None,) * 4
 
 
-def test_a_weight_that_zero_3_holds_is_refused():
-    weight = torch.randn(50, 16)
-    weight.ds_id = 0
-    with pytest.raises(ValueError, match="ZeRO-3"):
-        adapter.FusedHead(None).apply(torch.randn(3, 16), weight, None, torch.arange(3), 1.0, 32768)
-
-
 @pytest.fixture
 def trl(monkeypatch):
     """TRL, and its own function back in its place."""

@@ -59,6 +59,7 @@ def weight(given: Tensor | LowRank) -> LowRank:
     read: LowRank = integration.read_low_rank(given, floating, "linear_weight")
     if read.weight.ndim != 2:
         order = _ORDER if read.weight.ndim > 2 else ""
+        order = f": {exchange.SHARDED}" if getattr(read.weight, "_fsdp_flattened", False) else order
         raise ValueError(f"linear_weight has shape {tuple(read.weight.shape)}; it must be [V, H]{order}")
     if read.up is not None:
         if read.up.ndim != 2 or not read.up.shape[1]:

@@ -10,9 +10,11 @@ from pallas_ce.api.integration import Reduction, documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import WholeHeadOptions
 from torch_bridge.autograd.operator import LINEAR_DISTILLATION
+from torch_bridge.autograd.partitioned import gathering
 
 
 @documented
+@gathering
 def linear_distillation(
     input: Tensor,
     linear_weight: Tensor | LowRank,

@@ -11,9 +11,11 @@ from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import CrossEntropyOptions, LogProbsOptions, WholeHeadOptions
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROBS, LINEAR_ROW_STATISTICS
+from torch_bridge.autograd.partitioned import gathering
 
 
 @documented
+@gathering
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -72,6 +74,7 @@ def linear_cross_entropy(
 
 
 @documented
+@gathering
 def linear_row_statistics(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -135,6 +138,7 @@ def linear_row_statistics(
 
 
 @documented
+@gathering
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor | LowRank,

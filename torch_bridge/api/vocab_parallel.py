@@ -27,11 +27,13 @@ from torch_bridge.api import checks
 from torch_bridge.api.linear import linear_row_statistics
 from torch_bridge.api.options import HeadOptions, PartLogProbsOptions, PartOptions
 from torch_bridge.autograd import first_order
+from torch_bridge.autograd.partitioned import gathering
 from torch_bridge.materialized import losses
 from torch_bridge.materialized.chunks import wide
 
 
 @documented
+@gathering
 def vocab_parallel_cross_entropy(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -95,6 +97,7 @@ def vocab_parallel_cross_entropy(
 
 
 @documented
+@gathering
 def vocab_parallel_log_probs(
     input: Tensor,
     linear_weight: Tensor | LowRank,

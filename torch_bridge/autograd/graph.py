@@ -12,7 +12,7 @@ import jax
 import torch
 from torch import Tensor
 
-from torch_bridge.autograd import first_order
+from torch_bridge.autograd import first_order, partitioned
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
 from torch_bridge.programs.program import WEIGHT, Program, Signature
@@ -55,11 +55,14 @@ class Eager(torch.autograd.Function):
         program: Program = ctx.program
         signature = program.signature
         count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: program.differentiable]
+        # Only the operator raises where these gradients are to be differentiated in turn.
+        is_served = serves((*saved, *given)) and not torch.is_grad_enabled()
+        # "auto" chooses by the number of rows. Processes may have different ones, and must gather equally often.
+        reads = () if is_served and signature.options.backward == "in_forward" else saved
 
         def compute(asked: tuple[str, ...], total: Tensor | None) -> Sequence[Tensor]:
             tensors, found = saved[:count], list(saved[count:])
-            # Only the operator raises where these gradients are to be differentiated in turn.
-            if serves((*saved, *given)) and not torch.is_grad_enabled():
+            if is_served:
                 for place, array in ctx.staying.items():
                     found[place] = array
                 return _computed(program, tensors, found, given, asked, total)
@@ -69,7 +72,7 @@ class Eager(torch.autograd.Function):
             operation: Any = ctx.operation
             return list(operation.call_backward(named, ctx.static, found, given, asked))
 
-        made = gradients(ctx, signature, ctx.needs_input_grad, given, compute)
+        made = gradients(ctx, signature, reads, ctx.needs_input_grad, given, compute)
         return (*[made.get(name) for name, _ in signature.arrays], None, None, None)
 
 
@@ -111,6 +114,7 @@ def save(ctx: Any, program: Program, inputs: Sequence[Tensor | None], found: Seq
 def gradients(
     ctx: Any,
     signature: Signature,
+    reads: Sequence[Tensor | None],
     needed: Sequence[bool],
     cotangents: Sequence[Tensor | None],
     compute: Callable[[tuple[str, ...], Tensor | None], Sequence[Tensor]],
@@ -120,6 +124,7 @@ def gradients(
     Args:
         ctx: autograd's.
         signature: the forward's.
+        reads: saved tensors, which are whole while `compute` reads them.
         needed: which of its inputs could have a gradient.
         cotangents: of the differentiable outputs.
         compute: `(names, sum or None) -> gradients`; in place of the weight's it may return the sum with it added.
@@ -128,17 +133,20 @@ def gradients(
         return {}
     first_order.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(cotangents)})
     # Tensors that are missing have no edge.
-    asked = tuple(
-        [
-            name
-            for (name, _), is_needed, (node, _) in zip(signature.arrays, needed, ctx.next_functions, strict=False)
-            if is_needed and name in signature.differentiated and _is_executed(node) is not False
-        ]
-    )
-    if not asked:
+    nodes = {
+        name: node
+        for (name, _), is_needed, (node, _) in zip(signature.arrays, needed, ctx.next_functions, strict=False)
+        if is_needed and name in signature.differentiated and _is_executed(node) is not False
+    }
+    if not nodes:
         return {}
+    asked = tuple(nodes)
     weight, total = _main_grad(ctx, asked)
-    found: dict[str, Tensor | None] = dict(zip(asked, compute(asked, total), strict=True))
+    with partitioned.gathered(reads):
+        found: dict[str, Tensor | None] = dict(zip(asked, compute(asked, total), strict=True))
+    for node in nodes.values():
+        if partitioned.is_partitioned(leaf := getattr(node, "variable", None)) and _is_executed(node):
+            partitioned.accept(leaf)
     if total is not None:
         found["linear_weight"] = _arrives(weight, total, found["linear_weight"])
     return found

@@ -207,13 +207,15 @@ class Operation:
         ctx.mark_non_differentiable(*output[ctx.program.differentiable :])
 
     def _differentiate(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        tensors, found = self._split(ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        tensors, found = self._split(saved)
         given = cotangents[: ctx.program.differentiable]
         present = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
         needed = [ctx.needs_input_grad[self.tensors.index(name)] for name in present]
         gradients = graph.gradients(
             ctx,
             ctx.program.signature,
+            saved,
             needed,
             given,
             lambda asked, _: self.call_backward(present, ctx.static, found, given, asked),

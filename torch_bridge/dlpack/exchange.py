@@ -37,6 +37,12 @@ TO_TORCH: dict[Any, torch.dtype] = {
 }
 TO_JAX = {ours: theirs for theirs, ours in TO_TORCH.items()}
 
+# What to do about a parameter that FSDP1 has sharded: a flat part, or a view of memory that was freed.
+SHARDED = (
+    "FSDP1 has sharded it: call the loss inside the forward of the module that FullyShardedDataParallel wraps, which "
+    "gathers it, or, for a loss without gradients, inside summon_full_params"
+)
+
 # Far more than dropping tensors takes.
 LETTING_GO_SECONDS = 0.1
 
@@ -90,7 +96,7 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         )
     _check_width(name, tensor.dtype)
     with streams.on(tensor.device) as current:
-        return _import([_plain(tensor)], _device(tensor.device, name), current)[0]
+        return _import([_plain(name, tensor)], _device(tensor.device, name), current)[0]
 
 
 def share(
@@ -110,7 +116,8 @@ def share(
         current: its current stream, if it has any.
     """
     plain = [
-        _words(name, _plain(x)) if isinstance(x, torch.Tensor) else x for name, x in zip(names, given, strict=True)
+        _words(name, _plain(name, x)) if isinstance(x, torch.Tensor) else x
+        for name, x in zip(names, given, strict=True)
     ]
     return _import(plain, _device(device, names[0]), current)
 
@@ -151,13 +158,15 @@ def _check_width(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor detached, as contiguous, aligned memory that JAX can take."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     alignment = _CPU_ALIGNMENT if tensor.is_cpu else CUDA_ALIGNMENT
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise ValueError(f"{name} has no memory, as where {SHARDED}")
     return tensor.clone() if tensor.data_ptr() % alignment else tensor
 
 

@@ -61,15 +61,7 @@ class FusedHead:
         """`[N]` of hidden states `[N, H]`, for each of `_STATISTICS`; None for one that is not in `outputs`.
 
         Only log-probabilities and entropies have a gradient, as in TRL.
-
-        Raises:
-            ValueError: a weight that DeepSpeed's ZeRO-3 holds, which would be gone in the backward.
         """
-        if hasattr(weight, "ds_id"):
-            raise ValueError(
-                "the head's weight is split by DeepSpeed's ZeRO-3, which takes it away again before the backward: use "
-                "FSDP2 or ZeRO-2, or do not patch the model"
-            )
         row: Any = linear_row_statistics(
             hidden,
             weight,

@@ -1,0 +1,118 @@
+"""Heads whose parameters are partitioned as by DeepSpeed's ZeRO-3, or sharded by FSDP1."""
+
+import enum
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pallas_ce import LowRank
+from tests.torch_bridge.problems import LINEAR, head, value_and_gradients
+from torch_bridge import linear_cross_entropy
+from torch_bridge.integrations.trl import FusedHead
+
+Status = enum.Enum("Status", ["AVAILABLE", "NOT_AVAILABLE"])
+FUNCTIONS = LINEAR | {"auto": linear_cross_entropy}
+
+
+class GatheredParameters:
+    def __init__(self, params):
+        self.params = params
+
+    def __enter__(self):
+        for x in self.params:
+            assert x.ds_status is Status.NOT_AVAILABLE
+            x.data, x.ds_status, x.gathers = x.whole.clone(), Status.AVAILABLE, x.gathers + 1
+
+    def __exit__(self, *_):
+        for x in self.params:
+            x.data.fill_(torch.nan)  # for whoever reads it later
+            x.data, x.ds_status = torch.empty(0), Status.NOT_AVAILABLE
+
+
+@pytest.fixture(autouse=True)
+def deepspeed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(zero=sys.modules[__name__]))
+
+
+def partitioned(whole):
+    """A parameter whose hook takes its gradient, in `taken`."""
+    parameter = nn.Parameter(torch.empty(0))
+    parameter.ds_id, parameter.ds_shape, parameter.ds_status = 0, whole.shape, Status.NOT_AVAILABLE
+    parameter.whole, parameter.gathers, parameter.taken = whole.detach(), 0, []
+
+    def take(x):
+        x.taken.append(x.grad)
+        x.grad = None
+
+    parameter.register_post_accumulate_grad_hook(take)
+    return parameter
+
+
+def check_is_partitioned(parameter, gathers):
+    assert (parameter.shape, parameter.ds_status, parameter.gathers) == ((0,), Status.NOT_AVAILABLE, gathers)
+
+
+@pytest.mark.parametrize("rows", [20, 0, "none that counts"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_forward_and_backward_gather_equally_often_on_every_process(name, rows):
+    hidden, weight, target = head(20 if rows else 0)
+    target = torch.full_like(target, -100) if isinstance(rows, str) else target
+    function, parameter = FUNCTIONS[name], partitioned(weight)
+    want = [*value_and_gradients(function, hidden, weight, target)]
+    with torch.no_grad():
+        torch.testing.assert_close(function(hidden, parameter, target), want[0])
+    check_is_partitioned(parameter, 1)
+    loss = function(hidden, parameter, target)
+    check_is_partitioned(parameter, 2)
+    loss.backward()
+    in_backward = name != "in_forward"
+    check_is_partitioned(parameter, 2 + in_backward)
+    torch.testing.assert_close([loss.detach(), hidden.grad, *parameter.taken], want)
+    with FlopCounterMode(display=False):  # by the operator
+        function(hidden, parameter, target).backward()
+    check_is_partitioned(parameter, 4 + in_backward)
+    torch.testing.assert_close(parameter.taken[1], want[2])
+
+
+@pytest.mark.parametrize("name", ["in_forward", "recompute"])
+def test_one_graph_with_several_gradients_of_a_parameter_or_none(name):
+    hidden, weight, target = head()
+    function, parameter = FUNCTIONS[name], partitioned(weight)
+    (function(hidden, weight, target) + function(2 * hidden, weight, target)).backward()
+    (function(hidden, parameter, target) + function(2 * hidden, parameter, target)).backward()
+    torch.testing.assert_close(parameter.taken, [weight.grad])
+    (of_weight,) = torch.autograd.grad(function(hidden, parameter, target), parameter)
+    torch.testing.assert_close(of_weight, value_and_gradients(function, hidden, weight, target)[2])
+    torch.autograd.grad(function(hidden, parameter, target), hidden)
+    check_is_partitioned(parameter, 8 if name == "recompute" else 4)
+
+
+def test_every_parameter_of_a_head_and_one_that_others_hold():
+    hidden, weight, target = head()
+    plain = [weight, *(torch.randn(*shape, requires_grad=True) for shape in [(50, 2), (2, 8), (50,)])]
+    zero = [partitioned(x) for x in plain]
+    for w, up, down, bias in (plain, zero):
+        loss = linear_cross_entropy(hidden, LowRank(w, up, down), target, linear_bias=bias, backward="recompute")
+        loss.backward()
+    for x, parameter in zip(plain, zero, strict=True):
+        torch.testing.assert_close(parameter.taken, [x.grad])
+        check_is_partitioned(parameter, 2)
+    with GatheredParameters(zero[:1]):  # as TRL does, around the forward alone
+        row = FusedHead(None).apply(hidden, zero[0], None, target, 1.0, 32768)
+    row[0].sum().backward()
+    check_is_partitioned(zero[0], 4)
+    torch.testing.assert_close(zero[0].taken[1], value_and_gradients(LINEAR["log_probs"], hidden, weight, target)[2])
+
+
+def test_what_fsdp1_has_sharded_is_refused_by_name():
+    hidden, weight, target = head()
+    part = nn.Parameter(weight.detach()[:10].flatten())
+    part._fsdp_flattened = True
+    weight.untyped_storage().resize_(0)
+    for sharded in (part, weight):
+        with pytest.raises(ValueError, match=r"linear_weight has .*FSDP1.*summon_full_params"):
+            linear_cross_entropy(hidden, sharded, target)
