@@ -22,6 +22,7 @@ type DTypeLike = jax.typing.DTypeLike
 # most 1e9, which is rounded to multiples of 64, so that probabilities beside a rounded log-sum-exp cannot overflow;
 # 1/T does not underflow, nor does a soft cap over T leave float32's range.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-5, 1e30
+_TEMPERATURES = f"{_LEAST_TEMPERATURE:g}, at most {_MOST_TEMPERATURE:g})"  # torch.compile takes no number into a text
 
 _LONGEST_SHOWN = 200
 
@@ -180,7 +181,7 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
     The range of an array is checked only where that costs no transfer.
     """
     least = "at least 0 (if not 0," if zero else "above 0 (at least"
-    words = f"a finite number {least} {_LEAST_TEMPERATURE:g}, at most {_MOST_TEMPERATURE:g})"
+    words = f"a finite number {least} {_TEMPERATURES}"
 
     def right(x: Any) -> Any:
         return (x >= _LEAST_TEMPERATURE) & (x <= _MOST_TEMPERATURE) | (zero & (x == 0))
