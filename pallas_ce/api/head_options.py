@@ -25,9 +25,9 @@ class WeightOptions(TypedDict, total=False):
             float32 (a GPU's own default is TF32). 16-bit operands need none, as their products are exact. JAX raises
             an error where the platform does not have the algorithm.
         scratch_bytes: bound on scratch memory; by default 4 KiB for each vocabulary entry but at least 512 MiB and at
-            most 1 GiB (on an accelerator twice that for float32 operands, and for in_forward by XLA), and never more
-            than float32 logits would take (but at least 1 MiB). What lies where the weight's gradient will, once it is
-            made, does not count.
+            most 1 GiB (on an accelerator twice that for float32 operands, and for in_forward by XLA; up to 1 GiB for
+            in_forward on Hopper whatever the vocabulary), and never more than float32 logits would take (but at least
+            1 MiB). What lies where the weight's gradient will, once it is made, does not count.
     """
 
     vocab_axis: int
