@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.api.linear import linear_cross_entropy
+from torch_bridge.autograd import partitioned
 
 # One call in the graph of torch.fx.symbolic_trace, which cannot trace what reads shapes and dtypes.
 torch.fx.wrap("linear_cross_entropy")
@@ -118,8 +119,12 @@ class LinearCrossEntropyLoss(nn.Module):
         )
 
     def logits(self, input: Tensor) -> Tensor:
-        """Logits `[..., V']` for generation: scaled and capped as in the loss, padding included."""
-        logits = nn.functional.linear(input, self.weight, self.bias) * self.options.get("logit_scale", 1.0)
+        """Logits `[..., V']` for generation: scaled and capped as in the loss, padding included.
+
+        All processes must call it where ZeRO-3 has partitioned the head. The logits then have no backward.
+        """
+        with partitioned.gathered((self.weight, self.bias)):
+            logits = nn.functional.linear(input, self.weight, self.bias) * self.options.get("logit_scale", 1.0)
         cap = self.options.get("logit_softcap")
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
