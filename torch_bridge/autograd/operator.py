@@ -87,11 +87,11 @@ class Operation:
         if not differentiated:
             return calls.forward(program, list(named.values()))
         function: Any = graph.Eager
-        return list(function.apply(*named.values(), self, program, static))
+        return list(function.apply(*tensors, self, program, static))
 
     def call_backward(
         self,
-        tensors: dict[str, Tensor],
+        tensors: Sequence[Tensor | None],
         static: Sequence[Any],
         found: Sequence[Tensor | None],
         cotangents: Sequence[Tensor | None],
@@ -100,8 +100,7 @@ class Operation:
         """The gradients of the inputs in `asked` by the operator; `found` is all that the forward returned."""
         bits = sum(1 << self.tensors.index(name) for name in asked)
         operator = getattr(OPERATORS, f"{self.name}_backward")
-        given = [tensors.get(name) for name in self.tensors]
-        return list(operator(*given, *static, list(found), list(cotangents), bits))
+        return list(operator(*tensors, *static, list(found), list(cotangents), bits))
 
     def _register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
@@ -111,7 +110,7 @@ class Operation:
             f"{NAMESPACE}::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
         )
         forward.register_fake(self._forward_shapes)
-        forward.register_autograd(self._differentiate, setup_context=self._setup_context)
+        forward.register_autograd(graph.differentiate, setup_context=self._setup_context)
         backward = torch.library.custom_op(
             f"{NAMESPACE}::{self.name}_backward",
             self._backward,
@@ -201,26 +200,10 @@ class Operation:
         return 2 * given["input"].shape[0] * (products * of_head + (0 if teacher is None else teacher.numel()))
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        tensors, ctx.static = self._split(inputs)
-        ctx.program = self._for_any_rows(tensors, ctx.static)
-        graph.save(ctx, ctx.program, tensors, output)
-        ctx.mark_non_differentiable(*output[ctx.program.differentiable :])
-
-    def _differentiate(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        tensors, found = self._split(saved)
-        given = cotangents[: ctx.program.differentiable]
-        present = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
-        needed = [ctx.needs_input_grad[self.tensors.index(name)] for name in present]
-        gradients = graph.gradients(
-            ctx,
-            ctx.program.signature,
-            saved,
-            needed,
-            given,
-            lambda asked, _: self.call_backward(present, ctx.static, found, given, asked),
-        )
-        return (*[gradients.get(name) for name in self.tensors], *[None for _ in ctx.static])
+        tensors, static = self._split(inputs)
+        program = self._for_any_rows(tensors, static)
+        graph.save(ctx, self, program, static, tensors, output)
+        ctx.mark_non_differentiable(*output[program.differentiable :])
 
 
 def _vocab_axis(weight: Tensor) -> int:
