@@ -13,7 +13,7 @@ from torch.utils import flop_counter
 
 import pallas_ce
 from pallas_ce.api import integration
-from torch_bridge.autograd import NAMESPACE, OPERATORS, first_order, graph
+from torch_bridge.autograd import OPERATORS, first_order, graph, register
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
 from torch_bridge.programs import program as programs
@@ -99,29 +99,21 @@ class Operation:
     ) -> list[Tensor]:
         """The gradients of the inputs in `asked` by the operator; `found` is all that the forward returned."""
         bits = sum(1 << self.tensors.index(name) for name in asked)
-        operator = getattr(OPERATORS, f"{self.name}_backward")
-        return list(operator(*tensors, *static, list(found), list(cotangents), bits))
+        backward = getattr(OPERATORS, f"{self.name}_backward")
+        return list(backward(*tensors, *static, list(found), list(cotangents), bits))
 
     def _register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
         given = [f"Tensor{'' if name in _HEAD[:2] else '?'} {name}" for name in self.tensors]
         inputs = ", ".join([*given, "int differentiated", *[f"{kind} {name}" for name, kind in _TYPES.items()]])
-        forward = torch.library.custom_op(
-            f"{NAMESPACE}::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
-        )
-        forward.register_fake(self._forward_shapes)
+        forward = register(self.name, self._forward, f"({inputs}) -> Tensor[]", self._forward_shapes)
         forward.register_autograd(graph.differentiate, setup_context=self._setup_context)
-        backward = torch.library.custom_op(
-            f"{NAMESPACE}::{self.name}_backward",
-            self._backward,
-            mutates_args=(),
-            schema=f"({inputs}, Tensor?[] found, Tensor?[] cotangents, int asked) -> Tensor[]",
-        )
-        backward.register_fake(self._backward_shapes)
+        inputs += ", Tensor?[] found, Tensor?[] cotangents, int asked"
+        of_backward = f"{self.name}_backward"
+        backward = register(of_backward, self._backward, f"({inputs}) -> Tensor[]", self._backward_shapes)
         backward.register_autograd(first_order.refuse)
-        flop_counter.register_flop_formula(getattr(OPERATORS, self.name), get_raw=True)(self._forward_flops)
-        of_backward = getattr(OPERATORS, f"{self.name}_backward")
-        flop_counter.register_flop_formula(of_backward, get_raw=True)(self._backward_flops)
+        for name, flops in ((self.name, self._forward_flops), (of_backward, self._backward_flops)):
+            flop_counter.register_flop_formula(getattr(OPERATORS, name), get_raw=True)(flops)
 
     def signature(self, tensors: Sequence[Any], static: Sequence[Any]) -> Signature:
         """The call's signature; both arguments are the operator's."""
