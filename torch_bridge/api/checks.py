@@ -35,14 +35,7 @@ _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
 
 
 class Head(NamedTuple):
-    """A checked head.
-
-    Attributes:
-        given: what the operators take of it, by name.
-        leading: input's leading shape.
-        size: V.
-        dtype: the products'.
-    """
+    """A checked head: what operators take of it by name, input's leading shape, V, and the products' dtype."""
 
     given: dict[str, Any]
     leading: torch.Size
@@ -163,7 +156,7 @@ def loss(
     **options: Any,
 ) -> dict[str, Tensor | None]:
     """The tensors of cross entropy beside its logits; `size` is V."""
-    integration.check_reduction(reduction, normalizer, "auto")
+    integration.check_reduction(reduction, normalizer)
     shape("class_weights", class_weights, (size,))
     return {
         "target": labels(target, leading, shift=shift, size=size, **options),
@@ -328,15 +321,14 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: torch.dtyp
 
 def scalars(dtype: torch.dtype, given: Mapping[str, float | Tensor | None]) -> dict[str, Tensor | None]:
     """0-d tensors in the dtype of the sums; None for a number whose term is left out."""
-    return {name: _scalar(name, value, dtype, *_SCALARS[name]) for name, value in given.items()}
-
-
-def _scalar(
-    name: str, value: float | Tensor | None, dtype: torch.dtype, absent: float | None, *bounds: float
-) -> Tensor | None:
-    if value is absent or (isinstance(value, float) and value == absent):
-        return None
-    number = integration.check_scalar(name, value, *bounds)
-    if isinstance(number, Tensor):
-        return number.to(wide(dtype))
-    return None if number == absent else torch.tensor(number, dtype=wide(dtype))
+    found: dict[str, Tensor | None] = dict.fromkeys(given)
+    for name, value in given.items():
+        absent, *bounds = _SCALARS[name]
+        if value is absent or (isinstance(value, float) and value == absent):
+            continue
+        number = integration.check_scalar(name, value, *bounds)
+        if isinstance(number, Tensor):
+            found[name] = number.to(wide(dtype))
+        elif number != absent:
+            found[name] = torch.tensor(number, dtype=wide(dtype))
+    return found

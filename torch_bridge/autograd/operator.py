@@ -153,11 +153,10 @@ class Operation:
         return calls.forward(self.program(tensors, static), [x for x in tensors if x is not None])
 
     def _backward(self, *arguments: Any) -> list[Tensor]:
-        *arguments, found, cotangents, asked = arguments  # type: ignore[assignment]
-        tensors, static = self._split(arguments)
+        tensors, static = self._split(arguments[:-3])
+        found, cotangents, asked = arguments[-3:]
         present = [x for x in tensors if x is not None]
-        program = self.program(tensors, static)
-        return calls.backward(program, present, found, cotangents, self._names(asked))
+        return calls.backward(self.program(tensors, static), present, found, cotangents, self._names(asked))
 
     def _forward_shapes(self, *arguments: Any) -> list[Tensor]:
         hidden, found = arguments[0], self._for_any_rows(*self._split(arguments)).found
@@ -167,10 +166,10 @@ class Operation:
         ]
 
     def _backward_shapes(self, *arguments: Any) -> list[Tensor]:
-        tensors = dict(zip(self.tensors, arguments, strict=False))
+        asked = [(name, arguments[self.tensors.index(name)]) for name in self._names(arguments[-1])]
         return [
             torch.empty_like(x) if name == "linear_weight" and _vocab_axis(x) else x.new_empty(x.shape)
-            for name, x in ((name, tensors[name]) for name in self._names(arguments[-1]))
+            for name, x in asked
         ]
 
     def _forward_flops(self, *arguments: Any, **_: Any) -> int:
@@ -178,18 +177,15 @@ class Operation:
         return self._flops(tensors, 1 + self._for_any_rows(tensors, static).sums)
 
     def _backward_flops(self, *arguments: Any, **_: Any) -> int:
-        *arguments, _found, _cotangents, asked = arguments  # type: ignore[assignment]
-        tensors, static = self._split(arguments)
-        if self._for_any_rows(tensors, static).sums:
-            return 0
-        return self._flops(tensors, 1 + len({"input", "linear_weight"}.intersection(self._names(asked))))
+        tensors, static = self._split(arguments[:-3])
+        products = 1 + len({"input", "linear_weight"}.intersection(self._names(arguments[-1])))
+        return 0 if self._for_any_rows(tensors, static).sums else self._flops(tensors, products)
 
     def _flops(self, tensors: Sequence[Any], products: int) -> int:
         """Of a number of products with the weight and its low-rank term, and of one with a teacher's weight."""
-        given = dict(zip(self.tensors, tensors, strict=True))
-        of_head = sum(given[x].numel() for x in ("linear_weight", "linear_up", "linear_down") if given[x] is not None)
-        teacher = given.get("teacher_weight")
-        return 2 * given["input"].shape[0] * (products * of_head + (0 if teacher is None else teacher.numel()))
+        sizes = {name: x.numel() for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
+        of_head = sum(sizes.get(name, 0) for name in ("linear_weight", "linear_up", "linear_down"))
+        return 2 * tensors[0].shape[0] * (products * of_head + sizes.get("teacher_weight", 0))
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         tensors, static = self._split(inputs)

@@ -89,7 +89,7 @@ def _forward(
                 rows.gather(1, index[part])  # raises an error for an index out of range
             names = (*found, *kernels.KEPT)
             given = {"rows": rows, "ids": index[part, 0].int(), "u": columns}
-            *values, normaliser[0, part], normaliser[1, part] = served.run(kernels.statistics, names, given)
+            *values, normaliser[0, part], normaliser[1, part] = served.run(kernels.statistics, names, given, False)
         else:
             values = _statistics(rows, index[part], mean_weights, options)
         for kept, value in zip(found.values(), values, strict=True):
@@ -126,7 +126,7 @@ def _backward(
             by_name = {name: x.view(-1) for name, x in by_name.items()}
             of_row = {"ids": index[part, 0].int(), "valid": ~without_gradient[part], "u": columns}
             kept = dict(zip(kernels.KEPT, normaliser[:, part], strict=True))
-            served.run(kernels.gradient, tuple(by_name), {"rows": of_rows, **of_row, **kept, **by_name})
+            served.run(kernels.gradient, tuple(by_name), {"rows": of_rows, **of_row, **kept, **by_name}, True)
             continue
         found = _gradient(rows, index[part], mean_weights, by_name, options)
         of_rows[:, : options.vocab_size] = found.masked_fill_(without_gradient[part, None], 0.0)
