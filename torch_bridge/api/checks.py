@@ -63,18 +63,9 @@ def weight(given: Tensor | LowRank) -> LowRank:
     return read
 
 
-def head(
-    input: Tensor,
-    of_weight: Tensor | LowRank,
-    *,
-    linear_bias: Tensor | None = None,
-    logit_scale: float | Tensor = 1.0,
-    vocab_size: int | None = None,
-    precision: PrecisionLike | None = None,
-    **_: Any,
-) -> Head:
+def head(input: Tensor, of_weight: Tensor | LowRank, **options: Any) -> Head:
     """Checks a head's tensors, and which of a call's options decide over them; programs check all others."""
-    read = weight(of_weight)
+    read, linear_bias = weight(of_weight), options.get("linear_bias")
     rows, width = read.weight.shape
     for name, tensor in (("input", input), ("linear_bias", linear_bias)):
         if tensor is not None:
@@ -95,10 +86,10 @@ def head(
         "linear_down": read.down,
         "term_scale": read.scale,
         "dtype": _DTYPES[dtype],
-        "precision": precision_of(precision, input.device),
-        **scalars(dtype, {"logit_scale": logit_scale}),
+        "precision": precision_of(options.get("precision"), input.device),
+        **scalars(dtype, options, "logit_scale"),
     }
-    return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), dtype)
+    return Head(given, leading, size(options.get("vocab_size"), rows, "linear_weight's rows"), dtype)
 
 
 def _of_products(input: Tensor) -> torch.dtype:
@@ -141,28 +132,16 @@ def mask(row_mask: Tensor | None, input: Tensor) -> Tensor:
 
 
 def loss(
-    leading: Sequence[int],
-    size: int,
-    dtype: torch.dtype,
-    target: Tensor,
-    *,
-    shift: int = 0,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    label_smoothing: float | Tensor = 0.0,
-    z_loss: float | Tensor = 0.0,
-    normalizer: float | Tensor | None = None,
-    reduction: str = "mean",
-    **options: Any,
+    leading: Sequence[int], size: int, dtype: torch.dtype, target: Tensor, *, shift: int = 0, **options: Any
 ) -> dict[str, Tensor | None]:
     """The tensors of cross entropy beside its logits; `size` is V."""
-    integration.check_reduction(reduction, normalizer)
-    shape("class_weights", class_weights, (size,))
+    integration.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
+    shape("class_weights", options.get("class_weights"), (size,))
     return {
         "target": labels(target, leading, shift=shift, size=size, **options),
-        "class_weights": class_weights,
-        "token_weights": of_tokens(token_weights, leading, shift),
-        **scalars(dtype, {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}),
+        "class_weights": options.get("class_weights"),
+        "token_weights": of_tokens(options.get("token_weights"), leading, shift),
+        **scalars(dtype, options, "label_smoothing", "z_loss", "normalizer"),
     }
 
 
@@ -319,11 +298,12 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: torch.dtyp
     return {"temperature": by_row(value, leading) if value.ndim else value}
 
 
-def scalars(dtype: torch.dtype, given: Mapping[str, float | Tensor | None]) -> dict[str, Tensor | None]:
-    """0-d tensors in the dtype of the sums; None for a number whose term is left out."""
-    found: dict[str, Tensor | None] = dict.fromkeys(given)
-    for name, value in given.items():
+def scalars(dtype: torch.dtype, given: Mapping[str, Any], *names: str) -> dict[str, Tensor | None]:
+    """0-d tensors in the dtype of the sums, of some or all that are given; None for a number whose term is left out."""
+    found: dict[str, Tensor | None] = {}
+    for name in names or given:
         absent, *bounds = _SCALARS[name]
+        value, found[name] = given.get(name, absent), None
         if value is absent or (isinstance(value, float) and value == absent):
             continue
         number = integration.check_scalar(name, value, *bounds)

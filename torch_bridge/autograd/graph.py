@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.autograd import first_order, partitioned
+from torch_bridge.autograd import OPERATORS, first_order, partitioned
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
 from torch_bridge.programs.program import WEIGHT, Program
@@ -37,10 +37,8 @@ class Eager(torch.autograd.Function):
         """The program's outputs; saves what else the backward needs."""
         *tensors, operation, program, static = inputs
         found = calls.forward(program, [x for x in tensors if x is not None], program.staying)
-        save(ctx, operation, program, static, tensors, found, eager=True)
-        outputs: list[Tensor] = found[: program.outputs]
-        ctx.mark_non_differentiable(*outputs[program.differentiable :])
-        return tuple(outputs)
+        save(ctx, operation, program, static, tensors, found, True)
+        return tuple(found[: program.outputs])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -49,14 +47,7 @@ class Eager(torch.autograd.Function):
 
 
 def save(
-    ctx: Any,
-    operation: Any,
-    program: Program,
-    static: Sequence[Any],
-    tensors: Sequence[Any],
-    found: Sequence[Any],
-    *,
-    eager: bool = False,
+    ctx: Any, operation: Any, program: Program, static: Any, tensors: Sequence[Any], found: Sequence[Any], eager: bool
 ) -> None:
     """Saves what `differentiate` needs of a forward on `tensors`, and of what it found."""
     ctx.operation, ctx.program, ctx.static, ctx.eager = operation, program, static, eager
@@ -65,6 +56,7 @@ def save(
     # An output that is not needed is not saved: the caller may change it in place.
     needed = [i not in ctx.staying and (i in program.reread or i >= program.outputs) for i in range(len(found))]
     ctx.save_for_backward(*tensors, *[x if wanted else None for x, wanted in zip(found, needed, strict=True)])
+    ctx.mark_non_differentiable(*[x for x in found[program.differentiable :] if isinstance(x, Tensor)])
     ctx.set_materialize_grads(False)
 
 
@@ -95,14 +87,14 @@ def _gradients(ctx: Any, given: Sequence[Tensor | None]) -> dict[str, Tensor | N
     reads = () if is_served and signature.options.backward == "in_forward" else saved
     weight, total = _main_grad(ctx, asked)
     with partitioned.gathered(reads):
+        for place, array in ctx.staying.items():
+            found[place] = array if is_served else exchange.to_torch(array)[: tensors[0].shape[0]]
         if is_served:
-            for place, array in ctx.staying.items():
-                found[place] = array
             gradients = _computed(ctx.program, [x for x in tensors if x is not None], found, given, asked, total)
         else:
-            for place, array in ctx.staying.items():
-                found[place] = exchange.to_torch(array)[: tensors[0].shape[0]]
-            gradients = ctx.operation.call_backward(tensors, ctx.static, found, given, asked)
+            backward = getattr(OPERATORS, f"{ctx.operation.name}_backward")
+            bits = sum(1 << ctx.operation.tensors.index(name) for name in asked)
+            gradients = backward(*tensors, *ctx.static, found, list(given), bits)
         made: dict[str, Tensor | None] = dict(zip(asked, gradients, strict=True))
     for node in nodes.values():
         if partitioned.is_partitioned(leaf := getattr(node, "variable", None)) and _is_executed(node):

@@ -89,19 +89,6 @@ class Operation:
         function: Any = graph.Eager
         return list(function.apply(*tensors, self, program, static))
 
-    def call_backward(
-        self,
-        tensors: Sequence[Tensor | None],
-        static: Sequence[Any],
-        found: Sequence[Tensor | None],
-        cotangents: Sequence[Tensor | None],
-        asked: tuple[str, ...],
-    ) -> list[Tensor]:
-        """The gradients of the inputs in `asked` by the operator; `found` is all that the forward returned."""
-        bits = sum(1 << self.tensors.index(name) for name in asked)
-        backward = getattr(OPERATORS, f"{self.name}_backward")
-        return list(backward(*tensors, *static, list(found), list(cotangents), bits))
-
     def _register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
         given = [f"Tensor{'' if name in _HEAD[:2] else '?'} {name}" for name in self.tensors]
@@ -189,9 +176,7 @@ class Operation:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         tensors, static = self._split(inputs)
-        program = self._for_any_rows(tensors, static)
-        graph.save(ctx, self, program, static, tensors, output)
-        ctx.mark_non_differentiable(*output[program.differentiable :])
+        graph.save(ctx, self, self._for_any_rows(tensors, static), static, tensors, output, False)
 
 
 def _vocab_axis(weight: Tensor) -> int:

@@ -55,15 +55,10 @@ def backward(
     asked: tuple[str, ...],
     total: Tensor | None = None,
 ) -> list[Tensor]:
-    """The gradients of the inputs in `asked`.
+    """The gradients of the inputs in `asked`, from the forward's inputs and `saved`, all that it returned.
 
-    Args:
-        program: the forward's.
-        tensors: its inputs.
-        saved: what it returned; outputs that `Program.reread` does not name may be missing.
-        cotangents: of the differentiable outputs; None is zero.
-        asked: names of inputs.
-        total: a sum that `adds_to` says the weight's gradient can be added to; it is returned in place of that.
+    Outputs that `Program.reread` does not name may be missing. A cotangent that is None is zero. A `total` to which
+    `adds_to` says the weight's gradient can be added is returned in place of that.
     """
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]), adds=total is not None)
     taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
