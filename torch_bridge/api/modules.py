@@ -16,6 +16,12 @@ torch.fx.wrap("linear_cross_entropy")
 _GIVEN = {"input", "linear_weight", "target", "linear_bias", "class_weights", "token_weights"}
 
 
+def scaled_and_capped(products: Tensor, options: dict[str, Any]) -> Tensor:
+    """The logits of a head with these options, from its products and bias."""
+    logits, cap = products * options.get("logit_scale", 1.0), options.get("logit_softcap")
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """A language model's head with its loss: `linear_cross_entropy` with a weight, and maybe a bias, of its own.
 
@@ -124,9 +130,7 @@ class LinearCrossEntropyLoss(nn.Module):
         All processes must call it where ZeRO-3 has partitioned the head. The logits then have no backward.
         """
         with partitioned.gathered((self.weight, self.bias)):
-            logits = nn.functional.linear(input, self.weight, self.bias) * self.options.get("logit_scale", 1.0)
-        cap = self.options.get("logit_softcap")
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+            return scaled_and_capped(nn.functional.linear(input, self.weight, self.bias), self.options)
 
     def extra_repr(self) -> str:
         """Sizes and options, as `print` shows them."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pallas_ce import LowRank
+from torch_bridge.api.modules import scaled_and_capped
 from torch_bridge.integrations import adapters, causal_lm
 from torch_bridge.integrations.causal_lm import IGNORED
 
@@ -40,10 +41,7 @@ def _of_logits(model: Any, tokens: Tensor, want: Tensor, options: dict[str, Any]
     weight, bias = adapters.parameters(causal_lm.head(model))
     if isinstance(weight, LowRank):
         weight = weight.weight + weight.scale * (weight.up @ weight.down).to(weight.weight.dtype)
-    got = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
-    got = got * options.get("logit_scale", 1.0)
-    if (cap := options.get("logit_softcap")) is not None:
-        got = cap * torch.tanh(got / cap)
+    got = scaled_and_capped(nn.functional.linear(hidden.to(weight.dtype), weight, bias).float(), options)
     difference = float((got - want).abs().max())
     if difference <= 1e-2 * float(want.abs().max()):
         return None
