@@ -18,7 +18,7 @@ from flax import nnx
 
 from flax_modules.integrations import check_version
 from flax_modules.nnx import LossHead
-from pallas_ce import LogProbs, linear_distillation, linear_log_probs
+from pallas_ce import linear_distillation, linear_log_probs
 
 # The version whose trainers the tests have run.
 TESTED = "0.1.7"
@@ -73,17 +73,16 @@ def patch_log_probs(**options: Any) -> None:
     check_version("google-tunix", TESTED)
     from tunix.rl import algo_core, common
 
-    def log_probs(model: Any, hidden: jax.Array, tokens: jax.Array, count: int, temperature: float) -> LogProbs:
-        """Log-probabilities and entropies of the last `count` tokens."""
+    def of_last(count: int, model: Any, hidden: jax.Array, tokens: jax.Array, **asked: Any) -> Any:
+        """Log-probabilities of the last `count` tokens, and entropies where asked for."""
         head = _head(model, options)
         return linear_log_probs(
             hidden[:, -count - 1 : -1],
             labels=tokens[:, -count:],
             ignore_index=None,
-            temperature=temperature or 1.0,  # 0 is greedy sampling, whose log-probabilities Tunix does not temper
-            return_entropy=True,
             implementation=head.implementation,
             scratch_bytes=head.scratch_bytes,
+            **asked,
             **head._options(None),
         )
 
@@ -91,7 +90,7 @@ def patch_log_probs(**options: Any) -> None:
         model: Any, *, input_tokens: jax.Array, attn_mask: jax.Array, logits_to_keep: int, **inputs: Any
     ) -> jax.Array:
         hidden = _hidden(model, input_tokens, attention_mask=attn_mask, **inputs)
-        return log_probs(model, hidden, input_tokens, logits_to_keep, 1.0).log_probs
+        return of_last(logits_to_keep, model, hidden, input_tokens)
 
     @functools.partial(jax.jit, static_argnames=("pad_id", "eos_id", "stop_gradient", "return_logits", "temperature"))
     def compute_per_token_logps(
@@ -105,14 +104,16 @@ def patch_log_probs(**options: Any) -> None:
         if any(x.name == "segment_ids" or x.kind == x.VAR_KEYWORD for x in parameters):
             segmented = {"segment_ids": not_padding if segments is None else segments}
         hidden = _hidden(model, tokens, positions=positions, attention_mask=mask, images=images, **segmented)
-        if segments is None:
-            found = log_probs(model, hidden, tokens, ids["completion_tokens"].shape[1], temperature)
-        else:  # prompts and completions are packed in one row, whose first token nothing predicts
-            found = log_probs(model, hidden, tokens, tokens.shape[1] - 1, temperature)
+        # Packed, prompts and completions are in one row, whose first token nothing predicts.
+        count = ids["completion_tokens"].shape[1] - (segments is not None)
+        # 0 is greedy sampling, whose log-probabilities Tunix does not temper.
+        asked = {"temperature": temperature or 1.0, "return_entropy": return_logits}
+        found = of_last(count, model, hidden, tokens, **asked)
+        if segments is not None:
             found = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), found)
         if stop_gradient:
             found = jax.lax.stop_gradient(found)
-        return (found.log_probs, (found.entropy,)) if return_logits else found.log_probs
+        return (found.log_probs, (found.entropy,)) if return_logits else found
 
     # Losses of policies ask for logits only to hand them to this function; here it meets the entropies, in a tuple.
     theirs = algo_core.compute_entropy_from_logits
@@ -159,7 +160,7 @@ def logit_strategy(
 
         return headless
 
-    class Strategy(strategies.LogitStrategy):
+    class Strategy(strategies.LogitStrategy):  # type: ignore[misc]
         """Its outputs are hidden states and their head, in the logits' place."""
 
         def get_student_outputs(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -216,7 +217,7 @@ def _without_head(model: Any) -> Iterator[None]:
     if not hasattr(model, "lm_head") and not hasattr(tied, "input_embedding"):
         raise TypeError(f"model is a {type(model).__name__}, with no lm_head and no embedder that decodes")
     head = (model, "lm_head") if hasattr(model, "lm_head") else (tied, "decode")
-    changes = [(*head, lambda hidden: hidden)]
+    changes: list[tuple[Any, str, Any]] = [(*head, lambda hidden: hidden)]
     if hasattr(model, "final_logits_softcap"):
         changes.append((model, "final_logits_softcap", None))
     elif hasattr(model.config, "final_logit_softcap"):

@@ -307,7 +307,7 @@ def test_maxtext(mesh, monkeypatch, tied, shard_mode):
         dataset_type="synthetic", skip_jax_distributed_system=True, base_emb_dim=FEATURES, base_num_query_heads=2,
         base_num_kv_heads=2, head_dim=8, base_mlp_dim=32, base_num_decoder_layers=1, vocab_size=VOCAB,
         max_target_length=LENGTH, dtype="float32", weight_dtype="float32", matmul_precision="highest",
-        num_vocab_tiling=2, attention="dot_product", logits_via_embedding=tied, z_loss_multiplier=0.01,
+        num_vocab_tiling=2, attention="dot_product", logits_via_embedding=tied, z_loss_multiplier=0.01 * tied,
         shard_mode=shard_mode, per_device_batch_size=ROWS // jax.device_count(), **layout,
     )  # fmt: skip
     devices = maxtext_utils.get_mesh_from_config(config, None if mesh else jax.devices()[:1])
