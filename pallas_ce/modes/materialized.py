@@ -36,9 +36,10 @@ from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows, zeroed
 _BLOCK_BYTES = 8 * 2**20
 
 
-def forward(call: Call, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[Statistics, Statistics]:
+def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[Statistics, Statistics]:
     """The statistics; keeps the ones that their derivatives read."""
-    saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
+    del needs_grad
+    saved = coef.saved_statistics(call.names)
     found = row_statistics(call.how, call.names | saved, operands)
     return only(found, call.names), only(found, saved)
 
@@ -53,18 +54,18 @@ def backward(
 
 
 def forward_and_gradient(
-    call: Call, operands: Operands, needs_grad: PerInput[bool] | None
+    call: Call, operands: Operands, needs_grad: PerInput[bool]
 ) -> tuple[tuple[Statistics, jax.Array], tuple[jax.Array, jax.Array]]:
     """Statistics and handle; keeps dlogits and, where they are normalised, what undoes that, by row."""
     dlogits = factor = absent()
-    if needs_grad and any(needs_grad) and call.read:
+    if any(needs_grad) and call.read:
         with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
             operation = functools.partial(_statistics_and_gradient, call)
             found, dlogits = _over_rows(call.how, operation, operands, *operands.inputs)
         factor = found.get("factor", factor)
     else:
         found = row_statistics(call.how, call.names, operands)
-    return with_handle(only(found, call.names), operands.inputs, operands.head.spec.accumulator), (dlogits, factor)
+    return with_handle(call, operands, only(found, call.names)), (dlogits, factor)
 
 
 def scaled_gradient(
