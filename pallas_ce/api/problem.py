@@ -110,6 +110,8 @@ class Problem:
         row_mask = arguments.row_mask(row_mask, leading)
         if shift := arguments.shift(shift, labels, leading):
             refuse_shift(shift, (hidden, labels))
+        if scratch_bytes is not None:
+            arguments.integer("scratch_bytes", scratch_bytes, "a positive int, or None for the default", 1)
         problem = cls(
             hidden=hidden,
             weight=given.weight,
@@ -125,12 +127,12 @@ class Problem:
             spec=spec,
             ignore_index=ignore_index,
             implementation=implementation,
-            scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+            scratch_bytes=scratch_bytes,
             mesh_axes=mesh_axes,
             shift=shift,
             term_scale=given.scale,
         )
-        problem._check_split()
+        check_split(problem)
         return problem
 
     def tempered(self, temperature: Any, zero: bool = False) -> Self:
@@ -160,12 +162,12 @@ class Problem:
 
         Args:
             others: its further arrays.
-            task: see `How`.
+            task: what is asked.
             arrays: what may know the device; by default hidden states and weight.
             padded_share: see `decide`.
         """
         shards = None
-        if task == "head" and (doubt := self._check_split()):
+        if task == "head" and (doubt := check_split(self)):
             warn_once(doubt)
         if task in ("head", "pair"):
             shards = shards_of(MeshAxes() if task == "pair" else self.mesh_axes, self, others)
@@ -184,9 +186,6 @@ class Problem:
             padded_share=padded_share,
         )
         return dataclasses.replace(self, how=how)
-
-    def _check_split(self) -> str | None:
-        return check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask))
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -241,8 +240,7 @@ def read_labels(
     several: bool = False,
 ) -> jax.Array:
     """Checked labels, `several` for each token where that is allowed; with `validate`, their values too."""
-    labels = arguments.ids("labels", labels)
-    arguments.check_labels(labels, leading, of, several)
+    labels = arguments.labels(labels, leading, of, several)
     if validate:
         label_rule.check(labels, ignore_index, spec.vocab_size)
     return label_rule.as_array(labels)

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends import select
-from pallas_ce.backends.protocol import Gradient, Materialized
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.backends.protocol import Gradient
+from pallas_ce.head import Head
 from pallas_ce.modes.call import Call, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, put_all
 from pallas_ce.modes.how import How
@@ -79,7 +78,7 @@ def scaled_gradient(
     (dlogits, factor), upstream, spec = kept, cotangents[1], operands.head.spec
     if upstream is None or not call.read:
         return NO_ARRAYS
-    scale = upstream * factor[..., None] if _normalises(spec) else upstream
+    scale = upstream * factor[..., None] if spec.dtype == np.float16 else upstream
     return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
 
 
@@ -135,7 +134,7 @@ def _statistics_and_gradient(
         return put_all(block, found, statistics), block.put(buffer, dlogits)
 
     found = empty_statistics(call.names, rows.batch, head)
-    if _normalises(head.spec):
+    if head.spec.dtype == np.float16:  # dlogits, whose entries are p/N, could underflow before the upstream scalar
         found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
     return _blocks(how, rows, head).for_each(body, (found, rows.batch.hidden))
 
@@ -156,20 +155,10 @@ def _over_rows(how: How, operation: Callable[..., Any], operands: Operands, more
 def _blocks(how: How, rows: RowArrays, head: Head) -> RowBlocks:
     """All rows, at least one: those that do not count need their zeros written too."""
     size = tokens = rows.batch.hidden.shape[0]
-    if _kernels(how.implementation) is None:
+    if how.backend.materialized is None:
         bound = min(_BLOCK_BYTES, how.scratch_bytes or _BLOCK_BYTES)
         size = min(tokens, max(1, bound // (head.spec.weight_rows * head.spec.accumulator.itemsize)))
     return Rows.counted(None).blocks(tokens, size)
-
-
-def _kernels(implementation: str) -> Materialized | None:
-    """The kernels that do the work; None where XLA does it."""
-    return select.load(implementation).materialized
-
-
-def _normalises(spec: HeadSpec) -> bool:
-    """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
-    return spec.dtype == np.float16
 
 
 def _block(block: RowBlock, rows: RowArrays, logits: jax.Array) -> RowArrays:
@@ -180,7 +169,7 @@ def _block(block: RowBlock, rows: RowArrays, logits: jax.Array) -> RowArrays:
 def _block_statistics(how: How, names: frozenset[str], head: Head, rows: RowArrays) -> Statistics:
     """Primitive statistics of a block of rows; 0 in rows that do not count."""
     logits, labels = rows.batch.hidden, rows.batch.labels
-    if (kernels := _kernels(how.implementation)) is not None:
+    if (kernels := how.backend.materialized) is not None:
         partial = kernels.statistics(head, logits, names)
     else:
         columns, valid, u = _columns(head)
@@ -200,7 +189,7 @@ def _block_gradient(
     coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
     reference = statistics["max_logit"] if coefficients.need_probabilities else None
     gradient = Gradient(coefficients, reference, statistics.get("argmax"))
-    if (kernels := _kernels(how.implementation)) is not None:
+    if (kernels := how.backend.materialized) is not None:
         return kernels.dlogits(head, gradient, rows.batch, rows.mask)
     columns, valid, u = _columns(head)
     logits, labels, softcap = _capped(head, rows.batch.hidden), rows.batch.labels, head.spec.softcap
