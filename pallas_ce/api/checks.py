@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_ce.backends.protocol import Backward
 from pallas_ce.parallel.mesh_axes import MeshAxes
+from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.row import STATISTICS, needs_labels
 
@@ -101,8 +102,16 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def labels(value: Any, leading: tuple[int, ...], of: str = "hidden's", several: bool = False) -> Any:
-    """Integers (not bool), one for each token; with `several`, or K of them."""
+def labels(
+    value: Any,
+    leading: tuple[int, ...],
+    vocab_size: int,
+    ignore_index: int | None,
+    validate: bool,
+    of: str = "hidden's",
+    several: bool = False,
+) -> jax.Array:
+    """Integers (not bool), one for each token, or `several`; with `validate`, their values are checked too."""
     labels = ids("labels", value)
     integers("labels have", labels, "they must be integers")
     many = several and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0
@@ -110,7 +119,9 @@ def labels(value: Any, leading: tuple[int, ...], of: str = "hidden's", several: 
         either = ", or that with K >= 1 labels for each row behind it," if several else ""
         order = "; arguments come as hidden, weight, labels" if of == "hidden's" else ""
         raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed{order}")
-    return labels
+    if validate:
+        label_rule.check(labels, ignore_index, vocab_size)
+    return label_rule.as_array(labels)
 
 
 def integers(has: str, values: Any, needed: str = "it must be an integer one") -> None:

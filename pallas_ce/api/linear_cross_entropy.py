@@ -82,7 +82,7 @@ def linear_cross_entropy(
 
 
 def read(hidden: Any, weight: Any, labels: Any, **options: Any) -> tuple[Problem]:
-    """From the arguments of `linear_cross_entropy` to those of `compute` and `keep`."""
+    """Checks the arguments of `linear_cross_entropy`, for `compute` and `keep`."""
     return (Problem.read(hidden, weight, ids("labels", labels), **options).decided(),)
 
 

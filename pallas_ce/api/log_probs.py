@@ -152,10 +152,7 @@ def read(
     return_hit: bool,
     **options: Any,
 ) -> tuple[tuple[str, ...], Problem, jax.Array | None]:
-    """From the arguments of `linear_log_probs` to those of `compute` and `keep`.
-
-    With a support the problem is decided for K targets a row.
-    """
+    """Checks the arguments of `linear_log_probs`; with a support the problem is decided for K targets a row."""
     problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
     names = tuple(name for name, wanted in asked.items() if wanted)

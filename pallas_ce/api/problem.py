@@ -104,7 +104,8 @@ class Problem:
                 spec = dataclasses.replace(spec, softcap=softcap)
             temperature = None
         if labels is not None:
-            labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
+            of_head = leading, spec.vocab_size, ignore_index, validate_labels
+            labels = arguments.labels(labels, *of_head, several=several)
         elif validate_labels:
             raise ValueError("validate_labels=True needs labels, which is None")
         row_mask = arguments.row_mask(row_mask, leading)
@@ -162,7 +163,7 @@ class Problem:
 
         Args:
             others: its further arrays.
-            task: what is asked.
+            task: a name of the work.
             arrays: what may know the device; by default hidden states and weight.
             padded_share: see `decide`.
         """
@@ -228,19 +229,3 @@ class Problem:
         batch, head, mask = self.rows_that_count()
         batch, mask = flat_rows(self.leading, (batch, mask))
         return batch, head, mask
-
-
-def read_labels(
-    labels: Any,
-    leading: tuple[int, ...],
-    spec: HeadSpec,
-    ignore_index: int | None,
-    validate: bool,
-    of: str = "hidden's",
-    several: bool = False,
-) -> jax.Array:
-    """Checked labels, `several` for each token where that is allowed; with `validate`, their values too."""
-    labels = arguments.labels(labels, leading, of, several)
-    if validate:
-        label_rule.check(labels, ignore_index, spec.vocab_size)
-    return label_rule.as_array(labels)
