@@ -10,7 +10,6 @@ On Hopper two kernels do so for all rows at once, without launches by the hundre
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,9 +57,10 @@ def forward_and_gradient(
     """Statistics and handle; keeps dlogits and, where they are normalised, what undoes that, by row."""
     dlogits = factor = absent()
     if any(needs_grad) and call.read:
-        with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
-            operation = functools.partial(_statistics_and_gradient, call)
-            found, dlogits = _over_rows(call.how, operation, operands, *operands.inputs)
+        by_row, shared = operands.inputs
+        operation = streamed(call.how, functools.partial(_statistics_and_gradient, call), whole_head=True)
+        rows = operands.rows._replace(more=by_row)
+        (found, dlogits), _ = operation(rows, operands.head, NO_ARRAYS, shared)
         factor = found.get("factor", factor)
     else:
         found = row_statistics(call.how, call.names, operands)
@@ -82,24 +82,27 @@ def scaled_gradient(
     return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
 
 
+@jax.named_scope("pallas_ce.materialized.forward")
 def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
     """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
 
-    def operation(how: How, rows: RowArrays, head: Head) -> Statistics:
+    def operation(how: How, local: Local) -> tuple[Statistics, Arrays]:
+        rows, head = local.rows, local.head
+
         def body(block: RowBlock, found: Statistics) -> Statistics:
             return put_all(block, found, _block_statistics(how, names, head, jax.tree.map(block.take, rows)))
 
-        return _blocks(how, rows, head).for_each(body, empty_statistics(names, rows.batch, head))
+        return _blocks(how, rows, head).for_each(body, empty_statistics(names, rows.batch, head)), NO_ARRAYS
 
-    with jax.named_scope("pallas_ce.materialized.forward"):
-        found: Statistics = _over_rows(how, operation, operands)
-    return found
+    return streamed(how, operation, whole_head=True)(operands.rows, operands.head, NO_ARRAYS)[0]
 
 
+@jax.named_scope("pallas_ce.materialized.backward")
 def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
-    def operation(how: How, rows: RowArrays, head: Head) -> jax.Array:
+    def operation(how: How, local: Local) -> tuple[jax.Array, Arrays]:
+        rows, head = local.rows, local.head
         kept, cotangents = rows.more
         coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
 
@@ -107,17 +110,18 @@ def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Sta
             part = _block(block, rows._replace(more=(coefficients, kept)), buffer)
             return block.put(buffer, _block_gradient(how, head, part, *part.more))
 
-        return _blocks(how, rows, head).for_each(body, rows.batch.hidden)
+        return _blocks(how, rows, head).for_each(body, rows.batch.hidden), NO_ARRAYS
 
-    with jax.named_scope("pallas_ce.materialized.backward"):
-        dlogits: jax.Array = _over_rows(how, operation, operands, (kept, cotangents))
-    return dlogits
+    rows = operands.rows._replace(more=(kept, cotangents))
+    return streamed(how, operation, whole_head=True)(rows, operands.head, NO_ARRAYS)[0]
 
 
+@jax.named_scope("pallas_ce.materialized.forward_and_gradient")
 def _statistics_and_gradient(
-    call: Call, how: How, rows: RowArrays, head: Head, shared_inputs: Any
-) -> tuple[Statistics, jax.Array]:
+    call: Call, how: How, local: Local, shared_inputs: Any
+) -> tuple[tuple[Statistics, jax.Array], Arrays]:
     """Statistics and dlogits; where dlogits are divided by a power of two, that "factor" is among the statistics."""
+    _, rows, head, _ = local
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: tuple[Statistics, jax.Array]) -> tuple[Statistics, jax.Array]:
@@ -136,20 +140,7 @@ def _statistics_and_gradient(
     found = empty_statistics(call.names, rows.batch, head)
     if head.spec.dtype == np.float16:  # dlogits, whose entries are p/N, could underflow before the upstream scalar
         found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
-    return _blocks(how, rows, head).for_each(body, (found, rows.batch.hidden))
-
-
-def _over_rows(how: How, operation: Callable[..., Any], operands: Operands, more: Any = (), *shared: Any) -> Any:
-    """`operation(how, rows, head, *shared)`, split over the mesh, and of each part by what serves it.
-
-    `more` are `[..., *K]`, as the operation's results are; all rows share `shared`.
-    """
-
-    def on_device(how: How, local: Local, *shared: Any) -> tuple[Any, Arrays]:
-        return operation(how, local.rows, local.head, *shared), NO_ARRAYS
-
-    rows = RowArrays(operands.batch, operands.mask, more)
-    return streamed(how, on_device, whole_head=True)(rows, operands.head, NO_ARRAYS, *shared)[0]
+    return _blocks(how, rows, head).for_each(body, (found, rows.batch.hidden)), NO_ARRAYS
 
 
 def _blocks(how: How, rows: RowArrays, head: Head) -> RowBlocks:

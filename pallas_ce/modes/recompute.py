@@ -68,20 +68,20 @@ def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple
     return only(found, call.names), _Kept(only(found, saved), whole)
 
 
+@jax.named_scope("pallas_ce.recompute")
 def backward(call: Call, operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: Statistics) -> Arrays:
     """Gradients from the statistics' cotangents."""
     how, head = call.how, operands.head
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
     if how.shards is not None:
         cotangents = {name: psum(g, how.shards.cotangents_by_row) for name, g in cotangents.items()}
-    with jax.named_scope("pallas_ce.recompute"):
-        given = NO_ARRAYS._replace(weight=operands.weight_sum)
-        dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
-        gradients = functools.partial(_gradients, needs_grad, dtype)
-        if kept.head is not None:
-            how, head = _handed_whole(how), kept.head
-        rows = operands.rows._replace(more=(kept.statistics, cotangents))
-        return finished(operands, *streamed(how, gradients)(rows, head, given))
+    given = NO_ARRAYS._replace(weight=operands.weight_sum)
+    dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
+    gradients = functools.partial(_gradients, needs_grad, dtype)
+    if kept.head is not None:
+        how, head = _handed_whole(how), kept.head
+    rows = operands.rows._replace(more=(kept.statistics, cotangents))
+    return finished(operands, *streamed(how, gradients)(rows, head, given))
 
 
 def _handed_whole(how: How) -> How:
