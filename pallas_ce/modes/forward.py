@@ -40,10 +40,10 @@ def forward_statistics(how: How, names: frozenset[str], *, before_gradient: bool
 
     Memory that hidden's gradient will take is free for a copy of hidden where this comes `before_gradient`.
     """
-    return streamed(how, functools.partial(_local_statistics, names, before_gradient))
+    operation = streamed(how, functools.partial(_local_statistics, names, before_gradient))
+    return jax.named_scope("pallas_ce.forward")(operation)
 
 
-@jax.named_scope("pallas_ce.forward")
 def _local_statistics(names: frozenset[str], before_gradient: bool, how: How, local: Local) -> tuple[Statistics, None]:
     """The statistics of the rows that came in on one device."""
     shards, rows, head, _ = local

@@ -83,15 +83,13 @@ def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     # Not the weight's dtype as the operation sees it: a gathered weight may be narrower.
     head, given = operands.head, NO_ARRAYS._replace(weight=operands.weight_sum)
     dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
-    operation, rows = (
-        functools.partial(_statistics_and_sums, call, needs_grad, dtype),
-        operands.rows._replace(more=by_row),
-    )
-    (found, hidden_sum), of_head = streamed(how, operation)(rows, head, given, shared, operands.cotangent)
+    operation = streamed(how, functools.partial(_statistics_and_sums, call, needs_grad, dtype))
+    with jax.named_scope("pallas_ce.in_forward"):
+        rows = operands.rows._replace(more=by_row)
+        (found, hidden_sum), of_head = operation(rows, head, given, shared, operands.cotangent)
     return Known(found, of_head._replace(hidden=hidden_sum))
 
 
-@jax.named_scope("pallas_ce.in_forward")
 def _statistics_and_sums(
     call: Call,
     needs_grad: PerInput[bool],

@@ -59,8 +59,9 @@ def forward_and_gradient(
     if any(needs_grad) and call.read:
         by_row, shared = operands.inputs
         operation = streamed(call.how, functools.partial(_statistics_and_gradient, call), whole_head=True)
-        rows = operands.rows._replace(more=by_row)
-        (found, dlogits), _ = operation(rows, operands.head, NO_ARRAYS, shared)
+        with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
+            rows = operands.rows._replace(more=by_row)
+            (found, dlogits), _ = operation(rows, operands.head, NO_ARRAYS, shared)
         factor = found.get("factor", factor)
     else:
         found = row_statistics(call.how, call.names, operands)
@@ -116,7 +117,6 @@ def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Sta
     return streamed(how, operation, whole_head=True)(rows, operands.head, NO_ARRAYS)[0]
 
 
-@jax.named_scope("pallas_ce.materialized.forward_and_gradient")
 def _statistics_and_gradient(
     call: Call, how: How, local: Local, shared_inputs: Any
 ) -> tuple[tuple[Statistics, jax.Array], Arrays]:
