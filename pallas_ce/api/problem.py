@@ -13,7 +13,7 @@ from pallas_ce.api.options import Options, read_options
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.backends.select import warn_once
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
-from pallas_ce.modes.how import How, Task, decide
+from pallas_ce.modes.how import WORK, How, Task, decide
 from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.streaming.loops import varying
@@ -159,19 +159,12 @@ class Problem:
         arrays: Any | None = None,
         padded_share: HeadSpec | None = None,
     ) -> Self:
-        """Decides how the call is carried out.
+        """Decides how the call is carried out; `others` are its further arrays. See also `decide`.
 
-        Args:
-            others: its further arrays.
-            task: a name of the work.
-            arrays: what may know the device; by default hidden states and weight.
-            padded_share: see `decide`.
+        Which device it is, `arrays` may know, by default hidden states and weight.
         """
-        shards = None
         if task == "head" and (doubt := check_split(self)):
             warn_once(doubt)
-        if task in ("head", "pair"):
-            shards = shards_of(MeshAxes() if task == "pair" else self.mesh_axes, self, others)
         how = decide(
             self.spec,
             self.tokens,
@@ -182,7 +175,7 @@ class Problem:
             backward=self.options.backward,
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
-            shards=shards,
+            shards=shards_of(self.mesh_axes, self, others) if WORK[task].split else None,
             checked=bool(varying(self)),
             padded_share=padded_share,
         )

@@ -94,7 +94,7 @@ class How:
         chosen = dataclasses.replace(self, default=None)
         instead = dataclasses.replace(chosen, implementation=self.default.instead)
         head, tokens = local.head, local.rows.batch.hidden.shape[0]
-        if _WORK[self.task].share(chosen, head.spec, tokens, None if head.valid_columns is None else head.spec):
+        if WORK[self.task].share(chosen, head.spec, tokens, None if head.valid_columns is None else head.spec):
             return (instead,)
         # The second of two variants is for devices without CUDA.
         return (chosen,) if self.default.certain else (chosen, dataclasses.replace(instead, platform="cpu"))
@@ -181,15 +181,15 @@ def _share_of_head(how: How, spec: HeadSpec, _: int, padded_share: HeadSpec | No
     return None
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """What depends on a call's task.
 
     Attributes:
         serving: the implementations that there are for it.
         otherwise: the end of the error for another one.
         refusal: `(name, spec, rows)` to why an implementation cannot serve the call; None where it can.
-        share: `(how, spec, tokens, padded_share)` to why it cannot serve a device's share of a call that it does not
-            refuse as a whole. How many rows a device works on, under vmap and on a mesh, is known only there.
+        share: `(how, spec, tokens, padded_share)` to why not a device's share, whose rows are known only there.
+        split: whether it is split inside a `shard_map`.
         modes: for losses by row and for scalar ones; None: chosen by what the scratch holds.
         default: the implementation without a name; None: the fastest for the device.
     """
@@ -198,28 +198,30 @@ class _Work(NamedTuple):
     otherwise: str = ""
     refusal: Callable[[str, HeadSpec, BatchSpec], str | None] = lambda name, *head: select.load(name).refusal(*head)
     share: Callable[[How, HeadSpec, int, HeadSpec | None], str | None] = lambda *_: None
+    split: bool = False
     modes: tuple[Mode | None, Mode | None] | None = (None, None)
     default: str | None = None
 
 
-_WORK: dict[Task, _Work] = {
-    "head": _Work(share=_share_of_head, modes=None),
-    "logits": _Work(
+WORK: dict[Task, Work] = {
+    "head": Work(share=_share_of_head, split=True, modes=None),
+    "logits": Work(
         ("xla", "mosaic_gpu"),
         "does not serve materialized logits: choose 'xla' or 'mosaic_gpu'",
         lambda name, spec, rows: refusal_of_logits(name, spec, several=rows.targets is not None),
         lambda how, spec, tokens, _: refusal_of_logits(how.implementation, spec, tokens),
         modes=("recompute", "in_forward"),
     ),
-    "top_k": _Work(
+    "top_k": Work(
         ("xla", "mosaic_gpu"),
         "has no top-k: use 'xla', or jax.lax.top_k of materialized logits",
         # Rows are tempered after the kernels.
         lambda name, spec, _: "it has no top-k" if name == "triton" else select.load(name).refusal(spec),
     ),
-    "pair": _Work(
+    "pair": Work(
         ("xla", "reference"),
         "does not serve distillation yet; choose from 'xla', 'reference' or None",
+        split=True,
         modes=("recompute", "recompute"),
         default="xla",
     ),
@@ -254,7 +256,7 @@ def decide(
     Raises:
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
-    work = _WORK[task]
+    work = WORK[task]
     if implementation in IMPLEMENTATIONS and implementation not in work.serving:
         raise ValueError(f"implementation={implementation!r} {work.otherwise}")
     name, reason, default = select.select(

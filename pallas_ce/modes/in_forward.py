@@ -26,6 +26,7 @@ from pallas_ce.parallel.shards import NO_AXES, Local, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, only
 from pallas_ce.streaming.gradient_products import (
+    BY_ROW,
     NO_ARRAYS,
     Arrays,
     PerInput,
@@ -134,11 +135,8 @@ def _statistics_and_sums(
         shares, bits = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)
         for_down = None if shares.down is None else block.select(shares.down, 0.0)
         for_hidden = through_down(head, shares.hidden, for_down)
-
-        def put(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
-            return None if total is None or share is None else block.put(total, factor * share)
-
-        shares = shares._replace(hidden=put(sums.hidden, for_hidden), down=put(sums.down, for_down))
+        shares = shares._replace(hidden=for_hidden, down=for_down)
+        shares = shares.of(BY_ROW, lambda share, total: block.put(total, factor * share), sums)
         return put_all(block, found, statistics), shares, bits
 
     # A block that is the only one rounds its sum at once.

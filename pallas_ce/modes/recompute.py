@@ -41,12 +41,7 @@ from pallas_ce.streaming.tiles import Tile, Tiles, pad
 
 
 class _Kept(NamedTuple):
-    """The forward's results that the backward reads.
-
-    Attributes:
-        statistics: as coefficients need them.
-        head: gathered inside a `shard_map`, once for both passes; else None.
-    """
+    """The forward's results that the backward reads; the head if it is gathered, once for both passes."""
 
     statistics: Statistics
     head: Head | None
@@ -121,13 +116,8 @@ def gradient_sums(
 ) -> tuple[jax.Array | None, Arrays]:
     """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.
 
-    Args:
-        local: what this device works on.
-        weight_dtype: the dtype of the weight's gradient.
-        plan: block sizes.
-        needs_grad: which gradients.
-        factor: `[]`: what undoes the normalisation of dlogits.
-        products: the step over tiles for a block of rows; rows of the block that are not valid contribute nothing.
+    `products` has the step over tiles for a block of rows, whose rows that are not valid contribute nothing. `factor`
+    undoes the normalisation of dlogits.
     """
     shards, rows, head, given = local
     hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator

@@ -57,10 +57,6 @@ class Pair:
     how: How
 
 
-def _value(pair: Pair, operands: Operands) -> jax.Array:
-    return _forward(pair, operands)[0]
-
-
 def _forward(pair: Pair, operands: Operands, *_: Any) -> tuple[jax.Array, PairStatistics]:
     found = _statistics(pair, operands) if operands.known is None else operands.known.statistics
     return found.value, found
@@ -83,7 +79,7 @@ def _backward(
 
 # The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
 # its operands are the `Teacher`; both heads have the temperatures of its batch.
-row_divergences = differentiable(_value, _forward, _backward)
+row_divergences = differentiable(lambda pair, operands: _forward(pair, operands)[0], _forward, _backward)
 
 
 # One block's rows of both heads, without temperatures, and the heads.

@@ -89,10 +89,7 @@ class MeshAxes:
 def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | None:
     """What a call inside `shard_map` has to do; None where it concerns one device only, or `jit`'s partitioner.
 
-    Args:
-        mesh_axes: what the caller says.
-        arrays: has the fields of `PerInput`.
-        others: a pytree of the call's further arrays.
+    `arrays` has the fields of `PerInput`, `others` are the call's further arrays.
     """
     axes, said = varying((arrays, others)), mesh_axes or MeshAxes()
     vocabulary, rows, width = tuple(said.vocabulary), tuple(said.rows), tuple(said.width)
