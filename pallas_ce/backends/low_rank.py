@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.row import spread
 from pallas_ce.streaming.gradient_products import Arrays, PerInput
-from pallas_ce.streaming.loops import chosen_by_device
+from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import pad
 
@@ -29,7 +29,7 @@ def zeroed(dlogits: jax.Array, rows: jax.Array | None, columns: jax.Array | None
         counts = (jax.lax.broadcasted_iota(jnp.int32, dlogits.shape, axis) < count for axis, count in bounds)
         return jnp.where(functools.reduce(operator.and_, counts), dlogits, 0)
 
-    return jax.lax.cond(chosen_by_device(whole), lambda: dlogits, blanked)
+    return device_cond(whole, lambda: dlogits, blanked)
 
 
 def products_of_part(

@@ -100,9 +100,16 @@ def over_rows_that_count[Out](
     head: Head,
     *shared: Any,
 ) -> Out:
-    """`visit(how, plan, rows, head, *shared)` of the rows that count, block by block: trees of `[n, ...]`.
+    """`visit` of the rows that count, block by block; `empty` in the others, whose work is skipped.
 
-    `block_sizes(how, tokens)` is the plan of at least one row. The other rows hold what `empty(N)` does, without work.
+    Args:
+        how: how it is carried out.
+        visit: `(how, plan, rows, head, *shared) -> out` of one block, trees of `[n, ...]`.
+        block_sizes: `(how, tokens) -> plan` of at least one row.
+        empty: `N -> out` of rows that do not count.
+        rows: `[N, ...]`.
+        head: the head.
+        *shared: trees of arrays that all rows share.
     """
 
     def operation(how: How, local: Local, *shared: Any) -> tuple[Out, Arrays]:

@@ -10,7 +10,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import WeightGradient
-from pallas_ce.streaming.loops import chosen_by_device
+from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import Tiles, pad
 
 
@@ -47,5 +47,4 @@ class Kernels(Block):
         if isinstance(adds, bool):
             return total._replace(array=added() if adds else product(whole.dtype).astype(whole.dtype))
         # XLA lets both branches write where the total lies.
-        array = jax.lax.cond(chosen_by_device(adds), added, lambda: product().astype(whole.dtype))
-        return total._replace(array=array)
+        return total._replace(array=device_cond(adds, added, lambda: product().astype(whole.dtype)))
