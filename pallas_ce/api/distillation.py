@@ -17,6 +17,7 @@ from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
+from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.divergences import Divergence, Name
 from pallas_ce.streaming.gradient_products import PerInput
 
@@ -179,7 +180,7 @@ def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Kno
     if not student.tokens:
         values = jnp.zeros(0, student.spec.accumulator)
     elif pair.how.mode is not None:
-        values = two_heads.row_divergences(pair, operands._replace(known=known))
+        values = two_heads.row_divergences(pair, reverse_mode_only(operands._replace(known=known)))
     else:
         values = reference.divergences(
             pair.divergence, batch.hidden, head, mask, constant.hidden, constant.head, batch.inverse_temperature

@@ -6,7 +6,7 @@ backward takes one more, beside the student's two products. The teacher is a con
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,7 @@ class Pair:
     how: How
 
 
-def _forward(pair: Pair, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[jax.Array, PairStatistics]:
-    del needs_grad
+def _forward(pair: Pair, operands: Operands, *_: Any) -> tuple[jax.Array, PairStatistics]:
     found = _statistics(pair, operands) if operands.known is None else operands.known.statistics
     return found.value, found
 
@@ -80,7 +79,7 @@ def _backward(
 
 # The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
 # its operands are the `Teacher`; both heads have the temperatures of its batch.
-row_divergences = differentiable(_forward, _backward)
+row_divergences = differentiable(lambda pair, operands: _forward(pair, operands)[0], _forward, _backward)
 
 
 # One block's rows of both heads, without temperatures, and the heads.
