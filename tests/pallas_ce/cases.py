@@ -81,10 +81,8 @@ HEADS = BY_ROW | LOSSES
 # By name, the implementations of those that can be told which, beside the kernels; None: the only one.
 SERVED = dict.fromkeys(HEADS, (None,)) | {
     **dict.fromkeys(
-        ("linear_row_statistics", "linear_log_probs", "linear_log_probs over a support", *LOSSES),
-        ("xla", "reference", "toy"),
+        ("linear_row_statistics", "linear_log_probs", "linear_log_probs over a support", *LOSSES), ("xla", "reference")
     ),
-    **dict.fromkeys(DISTILLATIONS, ("xla", "reference")),
 }
 TEMPERED = sorted(HEADS.keys() - {"linear_cross_entropy", "sampled_softmax"})
 
