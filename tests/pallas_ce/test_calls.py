@@ -1,6 +1,6 @@
 """Every kind of call on 16-bit operands, by the kernels: reductions, transformations, frozen and ignored parts.
 
-Each is compared with the reference, which gets the same numbers in float32. `test_any_call.py` draws what XLA is given.
+Each is compared with the reference, which gets the same numbers in float32. `test_contract.py` draws what XLA is given.
 """
 
 from collections.abc import Callable
