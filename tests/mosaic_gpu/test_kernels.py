@@ -16,10 +16,9 @@ from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise
 from tests.mosaic_gpu.conftest import Problem, logits_of, make_problem
+from tests.pallas_ce.kernel_cases import CAPPED, HEAD, Case
 
 LSE = frozenset({"lse"})
-
-ALL_OPTIONS: dict[str, Any] = {"bias": True, "scale": 1.3, "weights": True, "softcap": 5.0}
 
 
 def all_coefficients(n: int) -> coef.Coefficients:
@@ -33,16 +32,16 @@ def wanted(names: frozenset[str], p: Problem) -> Any:
 
 
 def test_offsets_and_large_logits_lose_nothing(interpreted: Any) -> None:
-    plain = make_problem(64, 64, 192)
+    plain = make_problem(Case((64, 64, 192)))
     run = interpreted(lambda head, h: forward_kernel.statistics(head, h, LSE))
     for scale, offset in ((1.0, 256.0), (300.0, 0.0)):
         head = dataclasses.replace(plain.head, bias=jnp.full(192, offset / scale), logit_scale=jnp.float32(scale))
-        p = dataclasses.replace(plain, head=head)
+        p = plain._replace(head=head)
         np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], wanted(LSE, p)["lse"], rtol=1e-6)
 
 
 def test_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
-    p = make_problem(512, 64, 192)
+    p = make_problem(Case((512, 64, 192), ignored=0.0))
 
     def lse(head: Any, h: jax.Array, valid: jax.Array) -> jax.Array:
         partial = forward_kernel.statistics(head, h, LSE, valid_rows=valid)
@@ -62,7 +61,7 @@ def test_a_budget_for_few_partial_statistics_changes_no_bit(
     most: int, interpreted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partials, "_MOST_WITHOUT_LOOP", most)
-    p = make_problem(300, 64, 584)
+    p = make_problem(Case((300, 64, 584)))
 
     def run(budget: int, valid: int) -> Any:
         def statistics(head: Any, h: jax.Array, valid: jax.Array) -> Any:
@@ -77,7 +76,7 @@ def test_a_budget_for_few_partial_statistics_changes_no_bit(
 def test_every_number_is_stored_once(monkeypatch: pytest.MonkeyPatch, tiles: Any, interpreted: Any) -> None:
     """Shown by adding in place of storing: nothing may be written twice, even if it is right in the end."""
     monkeypatch.setattr(layouts, "store_piece", functools.partial(layouts.store_piece, add=True))
-    p = make_problem(n=150, h=272, v=584)
+    p = make_problem(Case((150, 272, 584)))
     tiles(columns=128, piece=64)
     lse = jnp.zeros(150)  # so that a product of 0 would store 1
 
@@ -96,7 +95,7 @@ def test_every_number_is_stored_once(monkeypatch: pytest.MonkeyPatch, tiles: Any
 def test_dlogits_of_a_part_are_those_columns_of_the_whole(
     vocab_axis: int, columns: int, tiles: Any, interpreted: Any
 ) -> None:
-    p = make_problem(96, 64, 336, vocab_axis=vocab_axis, **ALL_OPTIONS)
+    p = make_problem(Case((96, 64, 336), CAPPED, HEAD, axis=vocab_axis), weights=True)
     tiles(columns=columns)
     lse, coefficients = wanted(LSE, p)["lse"], entries.without(all_coefficients(96))
 

@@ -18,6 +18,7 @@ from pallas_ce.statistics.row import finalise
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES
 from tests.mosaic_gpu.compiled import arguments, clean
 from tests.mosaic_gpu.conftest import logits_of, make_problem
+from tests.pallas_ce.kernel_cases import CAPPED, FLOAT16, HEAD, Case
 from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
 
 LSE = frozenset({"lse"})
@@ -25,20 +26,18 @@ LSE = frozenset({"lse"})
 
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
-    ("problem", "config", "tempered"),
+    ("case", "tempered"),
     [
-        ({"n": 96, "h": 64, "v": 192}, {}, False),
-        ({"n": 96, "h": 64, "v": 190, "vocab_axis": 1, "rows": 192}, {"sms": 3}, True),
-        ({"n": 150, "h": 80, "v": 248, "bias": True, "scale": 1.3, "softcap": 5.0}, {"row_group": 1}, True),
-        ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16}, {"columns": 128, "stages": 2}, False),
-        ({"n": 130, "h": 64, "v": 300, "rows": 304}, {"rows": 128, "columns": 128}, True),
+        (Case((96, 64, 192)), False),
+        (Case((96, 64, 190), axis=1, padding=2, config={"sms": 3}), True),
+        (Case((150, 80, 248), CAPPED, HEAD, config={"row_group": 1}), True),
+        (Case((70, 80, 264), dtype=FLOAT16, config={"columns": 128, "stages": 2}), False),
+        (Case((130, 64, 300), padding=4, config={"rows": 128, "columns": 128}), True),
     ],
 )
-def test_logits_maxima_and_sums(
-    problem: dict[str, Any], config: dict[str, Any], tempered: bool, tiles: Any, interpreted: Any
-) -> None:
-    tiles(**config)
-    p = make_problem(**problem)
+def test_logits_maxima_and_sums(case: Case, tempered: bool, tiles: Any, interpreted: Any) -> None:
+    tiles(**case.config)
+    p = make_problem(case)
     n, v = p.hidden.shape[0], p.head.spec.vocab_size
     temperature = jnp.linspace(0.02, 3, n) if tempered else jnp.ones(n)  # from where e^{z/T - max z} overflows
     inverse = 1 / temperature if tempered else None
