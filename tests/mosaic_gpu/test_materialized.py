@@ -208,8 +208,8 @@ EVERY_OPTION: dict[str, Any] = {
 
 
 def test_gradients_stacked_by_a_loop_are_copied() -> None:
-    gradient, mesh = jax.grad(lambda *given: cross_entropy(*given, implementation="mosaic_gpu")), h200.h200_mesh()
-    arguments = h200.shaped(mesh, (3, N, V), jnp.bfloat16), h200.shaped(mesh, (3, N), jnp.int32)
+    gradient = jax.grad(lambda *given: cross_entropy(*given, implementation="mosaic_gpu"))
+    arguments = h200.arrays(((3, N, V), jnp.bfloat16), ((3, N), jnp.int32))
     compiled, report = h200.compile_for_h200(lambda *given: jax.lax.map(lambda x: gradient(*x), given), *arguments)
     assert report.kernels == 2
     assert not re.search(r" dynamic-update-slice\(", "".join(h200.slices_of_kernels(compiled)))
@@ -224,8 +224,7 @@ def test_a_donated_buffer_becomes_the_gradient_in_two_kernels(dtype: Any, option
     def loss(z: jax.Array, labels: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(chunked_cross_entropy(z, labels, 512, implementation="mosaic_gpu", **options)))
 
-    mesh = h200.h200_mesh()
-    arguments = [h200.shaped(mesh, (N, V), dtype), h200.shaped(mesh, (N,), jnp.int32)]
+    arguments = h200.arrays(((N, V), dtype), ((N,), jnp.int32))
     plain = not options
     function = jax.value_and_grad((lambda z, t: cross_entropy(z, t, implementation="mosaic_gpu")) if plain else loss)
     compiled, report = h200.compile_for_h200(function, *arguments, donate_argnums=0)

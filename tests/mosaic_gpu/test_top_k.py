@@ -16,7 +16,7 @@ from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import finalise
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES
-from tests.mosaic_gpu.compiled import arguments, clean
+from tests.compile_for_h200 import clean, of_head
 from tests.mosaic_gpu.conftest import logits_of, make_problem
 from tests.pallas_ce.kernel_cases import CAPPED, FLOAT16, HEAD, Case
 from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
@@ -146,7 +146,7 @@ def test_at_real_sizes_no_register_spills_and_scratch_holds(n: int, v: int, h: i
     def top_k(hidden: Any, weight: Any) -> Any:
         return linear_top_k(hidden, weight, 64, vocab_axis=axis, implementation="mosaic_gpu", scratch_bytes=scratch)
 
-    text, memory, kernels = clean(top_k, *arguments(n, v, h, axis)[:2])
+    text, memory, kernels = clean(top_k, *of_head(n, v, h, axis)[:2])
     assert kernels == 1
     # Beside the scratch, a loop carries three arrays of the results' size, written at the end.
     assert memory.temp_size_in_bytes <= (scratch or DEFAULT_SCRATCH_BYTES) + 3 * 4 * 64 * n
