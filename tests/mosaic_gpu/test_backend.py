@@ -24,6 +24,7 @@ QUICK = [
     ("every option, transposed", "recompute"),
     ("float16 in blocks", "in_forward"),
     ("products by kernels in blocks", "in_forward"),
+    ("tiles, the last one narrower", "recompute"),
     ("blocks and tiles", "recompute"),
     ("a weighted shard", "in_forward"),
     ("a term under a cap", "recompute"),
