@@ -19,7 +19,7 @@ from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES
 from tests.compile_for_h200 import clean, of_head
 from tests.mosaic_gpu.conftest import logits_of, make_problem
 from tests.pallas_ce.kernel_cases import CAPPED, FLOAT16, HEAD, Case
-from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
+from tests.pallas_ce.streamed import assert_top_k, exact_head, stored_logits
 
 LSE = frozenset({"lse"})
 
@@ -117,19 +117,9 @@ def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, An
     stored = {name: options[name] for name in ("vocab_size", "logit_softcap") if name in options}
     with np.errstate(invalid="ignore"):
         z = stored_logits(**arrays, **stored).astype(np.float32)
-        log_probs = log_softmax(z / np.reshape(options.get("temperature", 1.0), (-1, 1)))
-    ids = np.lexsort((np.broadcast_to(np.arange(z.shape[1]), z.shape), np.where(np.isnan(z), 0, -z), ~np.isnan(z)))
-    ids, counts = ids[:, :k], options.get("row_mask", np.ones(n, bool))[:, None]
-    logits, log_probs = np.take_along_axis(z, ids, 1), np.take_along_axis(log_probs, ids, 1)
-    log_probs = np.where(np.isneginf(logits) & np.isfinite(z.max(1, keepdims=True)), -np.inf, log_probs)
-    np.testing.assert_array_equal(found.ids, np.where(counts, ids, -1))
     cap_error = 2e-7 * (options.get("logit_softcap") or 0)  # the kernels' tanh is good to 1e-7
-    np.testing.assert_allclose(found.logits, np.where(counts, logits, 0), rtol=1e-6, atol=cap_error)
-    infinite = np.isinf(z.max(1))  # nothing finite may be said of them
-    np.testing.assert_allclose(
-        found.log_probs[~infinite], np.where(counts, log_probs, 0)[~infinite], rtol=1e-5, atol=2e-6
-    )
-    assert not np.isfinite(found.log_probs[infinite & counts[:, 0]]).any()
+    temperature, mask = options.get("temperature", 1.0), options.get("row_mask")
+    assert_top_k(found, z, k, temperature, mask, float(np.finfo(np.float32).eps), cap_error)
 
 
 @pytest.mark.nightly(keep=1)

@@ -15,7 +15,7 @@ from pallas_ce import linear_top_k
 from pallas_ce.streaming import selection
 from tests.pallas_ce import oracle
 from tests.pallas_ce.problems import make
-from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
+from tests.pallas_ce.streamed import assert_top_k, exact_head, stored_logits
 
 
 @hypothesis.given(data=st.data())
@@ -41,18 +41,8 @@ def test_equals_the_top_k_of_stored_logits(data: Any) -> None:
         )  # fmt: skip
         found = jax.tree.map(np.asarray, found)
     assert found.logits.dtype == found.log_probs.dtype == dtype
-    unit = np.finfo(dtype).eps
     z = stored_logits(**oracle.to64(arrays), **options)
-    ids = np.argsort(-z, axis=1, kind="stable")[:, :k]
-    logits = np.take_along_axis(z, ids, 1)
-    counts = np.ones((n, 1), bool) if mask is None else mask[:, None]
-    np.testing.assert_array_equal(found.ids, np.where(counts, ids, -1))
-    np.testing.assert_allclose(found.logits, np.where(counts, logits, 0), rtol=8 * unit)
-    tempered = z / np.reshape(temperature, (-1, 1))
-    with np.errstate(invalid="ignore"):
-        log_probs = np.take_along_axis(log_softmax(tempered), ids, 1)
-    log_probs = np.where(np.isneginf(logits), -np.inf, log_probs)
-    np.testing.assert_allclose(found.log_probs, np.where(counts, log_probs, 0), rtol=64 * unit, atol=16 * unit)
+    assert_top_k(found, z, k, temperature, mask, np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("k", [1, 64, 700])
