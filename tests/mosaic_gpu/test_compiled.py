@@ -55,7 +55,7 @@ def compiled_loss(
     return clean(jax.value_and_grad(loss, places) if places else loss, *h200.of_head(n, v, h, axis))
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("function", "n", "v", "h"),
     [
@@ -276,7 +276,7 @@ def test_gradients_in_either_dtype_and_layout(dtype: Any, axis: int, mode: Any) 
     clean(jax.value_and_grad(loss, (0, 1)), *h200.of_head(4096, 32768, 2048, axis, dtype))
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("v", [2000, 2008])
 @pytest.mark.parametrize(
     ("mode", "scratch_bytes"),

@@ -183,7 +183,7 @@ def test_gradients_stacked_by_a_loop_are_copied() -> None:
     assert not re.search(r" dynamic-update-slice\(", "".join(h200.slices_of_kernels(compiled)))
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("options", [{}, EVERY_OPTION, {"reduction": "none"}])
 def test_a_donated_buffer_becomes_the_gradient_in_two_kernels(dtype: Any, options: dict[str, Any]) -> None:
