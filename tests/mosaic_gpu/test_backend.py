@@ -41,7 +41,7 @@ QUICK = [
     ("name", "mode"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.nightly) for x in EACH if x not in QUICK)]
 )
 @pytest.mark.usefixtures("interpreted")
-def test_a_case(name: str, mode: Any, tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_and_its_gradients(name: str, mode: Any, tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles(**CASES[name].config)
     check(CASES[name], "mosaic_gpu", mode, monkeypatch)
 

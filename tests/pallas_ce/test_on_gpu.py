@@ -37,7 +37,7 @@ def test_any_options(part: int) -> None:
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 @pytest.mark.parametrize(("name", "mode"), kernel_cases.EACH)
-def test_a_case(name: str, mode: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_and_its_gradients(name: str, mode: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_cases.check(kernel_cases.CASES[name], implementation, mode, monkeypatch)
 
 

@@ -85,7 +85,9 @@ def test_a_row_loss_on_every_statistic_and_its_row_inputs(backward: Any) -> None
 
 @pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize(("name", "mode"), kernel_cases.SMALL)
-def test_a_case(name: str, mode: Any, tiles: Config, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_and_its_gradients(
+    name: str, mode: Any, tiles: Config, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Products of parts are read and written in place where there are tiles for it, but for those added to a sum."""
     case = kernel_cases.CASES[name]._replace(dtype=kernel_cases.FLOAT16)
     kernel_cases.check(case, "triton", mode, monkeypatch)
