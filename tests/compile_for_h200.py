@@ -5,6 +5,7 @@ that the assembler serialises, and XLA's temporary memory. It needs the `gpu-com
 """
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import os
@@ -17,6 +18,7 @@ from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -99,6 +101,20 @@ def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec |
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
 
 
+_one = functools.cache(h200_mesh)
+
+
+def arrays(*like: Any) -> tuple[Any, ...]:
+    """Arguments on one H200, without values: of a shape and a dtype each, or like an array."""
+    given = (x if isinstance(x, tuple) else (x.shape, x.dtype) for x in like)
+    return tuple(shaped(_one(), *x) for x in given)
+
+
+def of_head(n: int, v: int, h: int, axis: int = 0, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+    """Hidden states, weight and labels on one H200."""
+    return arrays(((n, h), dtype), ((v, h) if axis == 0 else (h, v), dtype), ((n,), jnp.int32))
+
+
 def compile_for_h200(
     function: Callable[..., Any],
     *arguments: Any,
@@ -126,6 +142,24 @@ def compile_for_h200(
         bool(re.search(r"wgmma.*serialized due to", said)),
         bool(re.search(r"^info +: used", said, re.MULTILINE)),
     )
+
+
+class Compiled(NamedTuple):
+    """A program: its text, its memory, and how many kernels were assembled for it."""
+
+    text: str
+    memory: Any
+    kernels: int
+
+
+def clean(function: Callable[..., Any], *arguments: Any) -> Compiled:
+    """The function compiled, of whose kernels none spills registers or waits for each product."""
+    program, report = compile_for_h200(function, *arguments)
+    assert report.kernels >= 1
+    assert report.spilled_bytes == 0
+    assert not report.serialised
+    assert report.linked == (jax.__version_info__ >= (0, 12)), "nvJitLink assembles kernels from jax 0.12 on"
+    return Compiled(program.as_text(), program.memory_analysis(), report.kernels)
 
 
 def lower_for_h200(jitted: Any, *arguments: Any) -> Any:

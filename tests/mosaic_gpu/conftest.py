@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -22,6 +22,7 @@ from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Batch, Head, HeadSpec
+from tests.pallas_ce.kernel_cases import Case, problem_of
 
 _plain_copy, _PlainTask = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
 _copy = threading.local()
@@ -122,45 +123,23 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A head and a block of rows, with everything that a kernel may be asked to handle at once."""
+class Problem(NamedTuple):
+    """A head and a block of rows."""
 
     hidden: jax.Array
     head: Head
     labels: jax.Array
 
 
-def make_problem(
-    n: int,
-    h: int,
-    v: int,
-    *,
-    rows: int | None = None,
-    vocab_axis: int = 0,
-    dtype: Any = jnp.bfloat16,
-    bias: bool = False,
-    scale: float | None = None,
-    weights: bool = False,
-    softcap: float | None = None,
-    garbage: bool = True,
-) -> Problem:
-    """Random `hidden [n, h]` and a head of `v` entries in a weight of `rows`; with `garbage`, nan in its padding."""
-    k = jax.random.split(jax.random.key(7), 5)
-    rows = v if rows is None else rows
-    weight = jax.random.normal(k[1], (rows, h), dtype)
-    if garbage:
-        weight = weight.at[v:].set(jnp.nan)
-    labels = jax.random.randint(k[2], (n,), 0, v, jnp.int32).at[n // 2].set(-1)
-    spec = HeadSpec(h, rows, v, vocab_axis, np.dtype(dtype), softcap)
-    head = Head(
-        weight if vocab_axis == 0 else weight.T,
-        jax.random.normal(k[3], (rows,)).at[v // 2].set(-jnp.inf) if bias else None,
-        None if scale is None else jnp.float32(scale),
-        jax.random.normal(k[4], (v,)).at[v // 2].set(0.0) if weights else None,
-        spec,
-    )
-    return Problem(jax.random.normal(k[0], (n, h), dtype) * jnp.asarray(0.5, dtype), head, labels)
+def make_problem(case: Case, weights: bool = False) -> Problem:
+    """The problem of a case, with weights of the logits if these are to be, and NaN in the weight's padding."""
+    p, (_, h, v) = problem_of(case), case.sizes
+    weight = np.where(np.arange(v + case.padding)[:, None] < v, p.arrays["weight"], np.nan).astype(case.dtype)
+    bias, scale = (jnp.asarray(p.arrays[name]) if name in p.arrays else None for name in ("bias", "logit_scale"))
+    u = jax.random.normal(jax.random.key(4), (v,)).at[v // 2].set(0.0) if weights else None
+    spec = HeadSpec(h, v + case.padding, v, case.axis, np.dtype(case.dtype), case.options.get("logit_softcap"))
+    head = Head(jnp.asarray(weight if case.axis == 0 else weight.T), bias, scale, u, spec)
+    return Problem(jnp.asarray(p.arrays["hidden"]), head, jnp.asarray(np.maximum(p.labels, -1)))
 
 
 def logits_of(problem: Problem) -> jax.Array:

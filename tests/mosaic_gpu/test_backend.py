@@ -1,14 +1,10 @@
-"""Losses and gradients by the kernels, under the GPU interpreter: one table of problems, beside the float64 oracle."""
+"""Losses and gradients by the kernels under the GPU interpreter: the table of `kernel_cases.py`, and other losses."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,150 +15,9 @@ from pallas_ce.backends.mosaic_gpu.kernels import operands
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.modes import forward
-from pallas_ce.parallel.shards import Shards
 from pallas_ce.streaming.rows import Rows
-from tests.pallas_ce.checks import (
-    assert_as_accurate_as_reference,
-    assert_as_accurate_as_rounded_dlogits,
-    library_results,
-    oracle_results,
-)
-from tests.pallas_ce.problems import Problem, make
-from tests.pallas_ce.sums import assert_adds_16_bits, several_blocks
-
-MODES = ("recompute", "in_forward")
-BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
-
-
-class Case(NamedTuple):
-    """A problem, and how the work on it is cut.
-
-    Attributes:
-        sizes: rows, width, and vocabulary entries without padding.
-        options: of the loss.
-        has: the further arrays: "bias", "logit_scale" and "token_weights".
-        rank: of a low-rank term.
-        padding: how many rows of the weight are no entries.
-        ignored: the share of rows whose label is ignored.
-        several: whether scratch is for several blocks of rows.
-        tile: rows and columns that recompute works on at a time; None: as planned.
-        shard: whether the padding is known at run time only, as it is to the shards of a vocabulary.
-        adds: factor of the loss and whether the sums are narrow, where gradients are added to sums.
-        spoil: changes the problem.
-    """
-
-    sizes: tuple[int, int, int]
-    options: Mapping[str, Any] = MappingProxyType({})
-    has: tuple[str, ...] = ()
-    axis: int = 0
-    dtype: Any = BFLOAT16
-    rank: int = 0
-    padding: int = 0
-    ignored: float = 0.2
-    several: bool = False
-    tile: tuple[int, int] | None = None
-    shard: bool = False
-    adds: tuple[float, bool] | None = None
-    spoil: Callable[[Problem], Any] = lambda p: None
-    modes: tuple[Any, ...] = MODES
-
-
-def far_below_the_targets(p: Problem) -> None:
-    """Exponentials of most entries are hardly or not at all in range, and the gradient depends on their logits."""
-    p.labels = np.argmax(p.arrays["hidden"].astype(np.float32) @ p.arrays["weight"].T.astype(np.float32), axis=1)
-    p.arrays["weight"] = p.arrays["weight"] * p.arrays["weight"].dtype.type(8)
-
-
-def uneven(height: float) -> np.ndarray:
-    """A bias of 192 entries: one that no sample has is so high, or those that it has, multiples of 3, are so low."""
-    raised = np.zeros(192, np.float32)
-    raised[100] = height
-    return raised if height > 0 else np.where(np.arange(192) % 3 == 1, 0, height).astype(np.float32)
-
-
-def with_uneven_bias(height: float) -> Callable[[Problem], None]:
-    """The lse of rows is far from what it is taken for."""
-    return lambda p: p.arrays.update(bias=uneven(height))
-
-
-HEAD = ("bias", "logit_scale")
-CAPPED = {"logit_softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3}
-PART = {"label_smoothing": 0.2, "z_loss": 1e-2, "logit_softcap": 8.0}
-IN_PLACE = Case((384, 256, 272), several=True, modes=("in_forward",))
-TILES = Case((384, 256, 576), {"label_smoothing": 0.1}, HEAD, tile=(384, 256), modes=("recompute",))
-TERM = Case((40, 48, 128), rank=4)
-SUMS = Case((150, 48, 131), has=("bias", "token_weights"), padding=5, several=True, adds=(-3.0, False))
-FAR = Case((40, 64, 192), modes=("in_forward",))
-
-CASES = {
-    "plain": Case((70, 64, 208)),
-    "transposed": Case((70, 64, 208), axis=1),
-    "two classes": Case((40, 64, 2), axis=1, padding=14),
-    "much padding": Case((40, 64, 133), axis=1, padding=187),
-    "float16 in blocks": Case((80, 64, 208), dtype=FLOAT16, several=True),
-    "every option": Case((70, 64, 201), CAPPED, HEAD, padding=15),
-    "every option, transposed": Case((70, 80, 201), CAPPED, HEAD, padding=23, axis=1),
-    "a little padding": Case((70, 256, 648), padding=8),
-    "a little padding, weighted": Case(
-        (70, 256, 648), {"label_smoothing": 0.2, "class_weights": np.linspace(0.5, 2, 648)}, padding=8
-    ),
-    "products by kernels": IN_PLACE._replace(several=False),
-    "products by kernels in blocks": IN_PLACE._replace(axis=1, ignored=0.6),
-    "products by kernels in blocks, float16": IN_PLACE._replace(dtype=FLOAT16, ignored=0.0),
-    "blocks of ignored rows": IN_PLACE._replace(axis=1, dtype=FLOAT16, ignored=1.0),
-    "a whole tile": TILES._replace(axis=1, tile=(384, 576), ignored=0.0),
-    "tiles, the last one narrower": TILES._replace(ignored=0.6),
-    "blocks and tiles": TILES._replace(sizes=(396, 256, 584), tile=(128, 256), ignored=0.6),
-    "blocks and tiles, transposed": TILES._replace(sizes=(396, 256, 592), tile=(128, 256), axis=1, ignored=0.0),
-    "a shard": Case((320, 256, 290), padding=286, shard=True, tile=(320, 256)),
-    "a shard with options": Case((70, 64, 100), PART, ("bias",), padding=108, shard=True, axis=1),
-    "a weighted shard": Case(
-        (70, 64, 100), PART | {"class_weights": np.linspace(0.5, 2, 100)}, ("bias",), padding=108, shard=True
-    ),
-    "a term": TERM,
-    "a term of two steps": TERM._replace(rank=70, axis=1),
-    "a term in blocks": TERM._replace(sizes=(33, 48, 136), rank=3, several=True),
-    "a term under a cap": TERM._replace(sizes=(33, 48, 130), padding=14, options={"logit_softcap": 3.0}, axis=1),
-    "a term with a little padding": TERM._replace(sizes=(40, 48, 127), padding=1),
-    "a term in place": TERM._replace(sizes=(384, 256, 576), several=True, tile=(384, 256), ignored=0.6),
-    "a term in place, transposed": TERM._replace(
-        sizes=(384, 256, 576), tile=(384, 256), axis=1, ignored=0.0, modes=("recompute",)
-    ),
-    "sums": SUMS,
-    "narrow sums": SUMS._replace(padding=13, axis=1, adds=(-3.0, True)),
-    "a sum in place": Case((256, 256, 320), tile=(256, 256), adds=(0.3, False), modes=("recompute",)),
-    "a sum of blocks in place": Case((256, 256, 320), tile=(128, 256), adds=(0.3, False), modes=("recompute",)),
-    "far below a cap": FAR._replace(
-        options={"logit_softcap": 30.0, "label_smoothing": 0.3}, spoil=far_below_the_targets
-    ),
-    "far below a cap, float16": FAR._replace(
-        options={"logit_softcap": 20.0, "label_smoothing": 0.3}, spoil=far_below_the_targets, dtype=FLOAT16
-    ),
-    "an entry far above": FAR._replace(spoil=with_uneven_bias(150.0)),
-    "an entry above, float16": FAR._replace(spoil=with_uneven_bias(30.0), dtype=FLOAT16),
-    "entries far below": FAR._replace(spoil=with_uneven_bias(-200.0)),
-    "entries far below, float16": FAR._replace(
-        spoil=with_uneven_bias(-200.0), dtype=FLOAT16, options={"label_smoothing": 0.1}
-    ),
-}
-
-
-def problem_of(case: Case) -> Problem:
-    """The last entry is among the labels; no array that a kernel multiplies is wider than 16 bits."""
-    n, h, v = case.sizes
-    p, rng = make(5, n, h, v + case.padding, 2.0, case.axis), np.random.default_rng(0)
-    p.labels = np.where(rng.random(n) < case.ignored, -100, np.abs(p.labels) % v).astype(np.int32)
-    p.labels[1] = -100 if case.ignored == 1 else v - 1
-    if case.rank:
-        p.arrays["up"] = rng.normal(size=(v + case.padding, case.rank)) / np.sqrt(case.rank)
-        p.arrays["down"] = rng.normal(size=(case.rank, h)) / np.sqrt(h)
-    p.arrays = {name: x.astype(case.dtype) for name, x in p.arrays.items()}
-    further = {"bias": rng.normal(size=v + case.padding), "logit_scale": 1.3, "token_weights": rng.uniform(0, 2, n)}
-    p.arrays |= {name: np.float32(further[name]) for name in case.has}
-    p.options = {**case.options, **({"vocab_size": v} if case.padding else {})}
-    case.spoil(p)
-    return p
-
+from tests.pallas_ce.kernel_cases import BFLOAT16, CASES, EACH, check, uneven
+from tests.pallas_ce.problems import make
 
 # One case of each kind; `make test-all` runs all of them.
 QUICK = [
@@ -170,49 +25,25 @@ QUICK = [
     ("float16 in blocks", "in_forward"),
     ("products by kernels in blocks", "in_forward"),
     ("tiles, the last one narrower", "recompute"),
+    ("blocks and tiles", "recompute"),
     ("a weighted shard", "in_forward"),
     ("a term under a cap", "recompute"),
     ("narrow sums", "in_forward"),
     ("entries far below", "in_forward"),
+    ("three SMs", "statistics"),
+    ("wider tiles", "statistics"),
+    ("wide tiles", "in_forward"),
+    ("seven SMs", "recompute"),
 ]
-EVERY = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.nightly) for x in EVERY if x not in QUICK)]
+    ("name", "mode"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.nightly) for x in EACH if x not in QUICK)]
 )
-def test_the_loss_and_its_gradients(name: str, mode: Any, interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are ignored and padding of weight and low-rank term hold NaN; the weight's padding has no gradient."""
-    case, entered = CASES[name], Shards.enter
-    p, v = problem_of(case), case.sizes[2]
-
-    def planned(spec: HeadSpec, tokens: int, *_: int) -> Plan:
-        rows, columns = min(case.tile[0], tokens), min(case.tile[1], spec.vocab_size)
-        return Plan(rows, columns, 2**20, spec.vocab_size, skips_rows=True)
-
-    def enter(self: Shards, rows: Any, head: Head) -> Any:
-        rows, head = entered(self, rows, head)
-        return rows, head.with_padding(head.spec.weight_rows)
-
-    options = {"scratch_bytes": several_blocks(p, "mosaic_gpu", mode) if case.several else None}
-    if case.tile is not None:
-        monkeypatch.setattr(plans, "recompute", planned)
-    if case.shard:
-        monkeypatch.setattr(Shards, "enter", enter)
-    if case.adds is not None:
-        factor, narrow = case.adds
-        return assert_adds_16_bits(p, factor, mode, narrow=narrow, implementation="mosaic_gpu", **options)
-    given = dict(p.arrays, hidden=np.where((p.labels < 0)[:, None], np.nan, p.arrays["hidden"]).astype(case.dtype))
-    padding = np.arange(v + case.padding)[:, None] >= v
-    given["weight"] = np.where(padding, np.nan, p.arrays["weight"]).astype(case.dtype)
-    if case.rank:
-        given["up"] = np.where(padding, np.nan, given["up"]).astype(case.dtype)
-    found = library_results(dataclasses.replace(p, arrays=given), "mosaic_gpu", mode, **options)
-    if case.rank:
-        assert_as_accurate_as_reference(p, found, oracle_results(p))
-    else:
-        assert_as_accurate_as_rounded_dlogits(p, found, mode)
-    assert not np.any(found[1]["weight"][v:])
+@pytest.mark.usefixtures("interpreted")
+def test_the_loss_and_its_gradients(name: str, mode: Any, tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles(**CASES[name].config)
+    check(CASES[name], "mosaic_gpu", mode, monkeypatch)
 
 
 LABELS = np.arange(40) * 7 % 192

@@ -26,9 +26,10 @@ from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
 from pallas_ce.statistics.table import PRIMITIVES
 from tests import compile_for_h200 as h200
-from tests.mosaic_gpu.compiled import MIB, Compiled, arguments, clean, shaped
+from tests.compile_for_h200 import Compiled, clean
 from tests.pallas_ce.test_calls import CALLS, implemented, operands
 
+MIB = 2**20
 NAMED: Any = {"implementation": "mosaic_gpu"}
 
 both_modes = pytest.mark.parametrize("mode", ["in_forward", "recompute"])
@@ -51,10 +52,10 @@ def compiled_loss(
 ) -> Compiled:
     """The loss, and its gradients by the operands at these places."""
     loss = loss_of(mode, vocab_axis=axis, **options)
-    return clean(jax.value_and_grad(loss, places) if places else loss, *arguments(n, v, h, axis))
+    return clean(jax.value_and_grad(loss, places) if places else loss, *h200.of_head(n, v, h, axis))
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("function", "n", "v", "h"),
     [
@@ -69,7 +70,7 @@ def compiled_loss(
 def test_memory_of_statistics_and_of_a_loss_whose_labels_may_be_ignored(function: Any, n: int, v: int, h: int) -> None:
     """Every row may count or not; hidden states are gathered in blocks, not as a whole (256 MiB of 32768 rows)."""
     named = functools.partial(function, implementation="mosaic_gpu")
-    assert clean(named, *arguments(n, v, h)).memory.temp_size_in_bytes <= PARTIALS_BYTES + 4 * MIB
+    assert clean(named, *h200.of_head(n, v, h)).memory.temp_size_in_bytes <= PARTIALS_BYTES + 4 * MIB
 
 
 def reductions(program: Any) -> Iterator[Any]:
@@ -90,7 +91,7 @@ def test_no_kernel_leaves_the_order_of_a_rows_sum_to_mosaic(n: int) -> None:
     """Its order depends on how many rows a thread holds, and so would a row's bits on the number of rows."""
     names = ("lse", "entropy", "varentropy", "sum_sq_probs", "mean_logit")
     function = functools.partial(linear_row_statistics, statistics=names, implementation="mosaic_gpu")
-    traced = jax.jit(function).trace(*arguments(n, 32768, 4096)).jaxpr
+    traced = jax.jit(function).trace(*h200.of_head(n, 32768, 4096)).jaxpr
     shapes = {x.invars[0].aval.shape for x in reductions(traced) if x.invars[0].aval.dtype == jnp.float32}
     by_row = {shape[1] for shape in shapes if len(shape) == 2 and shape[0] in (64, 128)}
     assert by_row == {8}, shapes
@@ -145,7 +146,7 @@ def test_memory_and_parts_of_a_loss_and_its_gradients(budget: Budget) -> None:
     """`explain` predicts the memory."""
     mode, n, v, h, mebibytes, axis, fusions, options, lacks = budget
     text, memory, assembled = compiled_loss(mode, n, v, h, axis=axis, **options)
-    told = explain(*arguments(n, v, h, axis)[:2], backward=mode, vocab_axis=axis, **options, **NAMED)
+    told = explain(*h200.of_head(n, v, h, axis)[:2], backward=mode, vocab_axis=axis, **options, **NAMED)
     beside = 4 * h * n if mode == "recompute" else 0 if told.rows >= n else h * v
     assert memory.temp_size_in_bytes <= beside + mebibytes * MIB
     # The first block's product is the sum's beginning, in place of zeros.
@@ -206,7 +207,7 @@ def test_the_device_chooses_in_the_smallest_programs() -> None:
         return linear_row_statistics(hidden, weight, None, **given).lse
 
     for program in (loss_of("auto"), statistics):
-        assert_the_device_chooses(clean(program, *arguments(4096, 32768, 4096)).text)
+        assert_the_device_chooses(clean(program, *h200.of_head(4096, 32768, 4096)).text)
 
 
 def assert_the_device_chooses(text: str) -> None:
@@ -244,14 +245,14 @@ def test_kernels_that_a_program_uses_twice_are_compiled_once(mode: str, kernels:
     def twice(hidden: Any, weight: Any, labels: Any) -> Any:
         return loss(hidden, weight, labels) + loss(-hidden, weight, labels[::-1])
 
-    assert clean(jax.value_and_grad(twice, argnums=(0, 1)), *arguments(8192, 131072, 4096)).kernels == kernels
+    assert clean(jax.value_and_grad(twice, argnums=(0, 1)), *h200.of_head(8192, 131072, 4096)).kernels == kernels
 
 
 def test_a_kernel_is_the_same_in_the_next_program() -> None:
     def kernels(factor: float) -> set[str]:
         jax.clear_caches()
         function = jax.grad(lambda *arrays: factor * loss_of("recompute")(*arrays), (0, 1))
-        text = h200.lower_for_h200(jax.jit(function), *arguments(328, 1240, 144)).as_text()
+        text = h200.lower_for_h200(jax.jit(function), *h200.of_head(328, 1240, 144)).as_text()
         return set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text))
 
     first = kernels(1.0)
@@ -261,21 +262,21 @@ def test_a_kernel_is_the_same_in_the_next_program() -> None:
 
 def test_a_stored_program_holds_its_kernels_machine_code() -> None:
     """A start that finds the program in the compilation cache assembles none."""
-    loss, given = loss_of("auto"), arguments(328, 1240, 144)
+    loss, given = loss_of("auto"), h200.of_head(328, 1240, 144)
     entry = b"pallas_ce_forward_mosaic_gpu_kernel"  # so called when it is assembled
     assert entry not in h200.lower_for_h200(jax.jit(loss), *given).as_text().encode()
     assert entry in h200.compile_for_h200(loss, *given)[0].runtime_executable().serialize()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @both_modes
 @pytest.mark.parametrize(("dtype", "axis"), [(jnp.float16, 0), (jnp.bfloat16, 1), (jnp.float16, 1)])
 def test_gradients_in_either_dtype_and_layout(dtype: Any, axis: int, mode: Any) -> None:
     loss = loss_of(mode, vocab_axis=axis, label_smoothing=0.1)
-    clean(jax.value_and_grad(loss, (0, 1)), *arguments(4096, 32768, 2048, axis, dtype))
+    clean(jax.value_and_grad(loss, (0, 1)), *h200.of_head(4096, 32768, 2048, axis, dtype))
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("v", [2000, 2008])
 @pytest.mark.parametrize(
     ("mode", "scratch_bytes"),
@@ -292,7 +293,7 @@ def test_kernels_read_no_slices_where_they_lie(mode: Any, scratch_bytes: int | N
             return linear_row_statistics(*given, statistics=("lse",), implementation="mosaic_gpu").lse
         return loss_of(mode, scratch_bytes=scratch_bytes)(*given)
 
-    given = shaped(((n + 1, h), jnp.bfloat16), ((8 + v * h,), jnp.bfloat16), ((n,), jnp.int32))
+    given = h200.arrays(((n + 1, h), jnp.bfloat16), ((8 + v * h,), jnp.bfloat16), ((n,), jnp.int32))
     program = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
     compiled, report = h200.compile_for_h200(program, *given)
     assert report.kernels >= 1
@@ -306,7 +307,7 @@ def test_gradients_stacked_by_a_loop_are_copied(name: str, mode: Any) -> None:
     """Kernels write gradients over operands, not into a slice of the stack that a loop makes of them."""
     loss = implemented("mosaic_gpu", mode)
     program = jax.value_and_grad(lambda *given: CALLS[name](loss, *given), (0, 1))
-    compiled, _ = h200.compile_for_h200(program, *shaped(*((x.shape, x.dtype) for x in operands())))
+    compiled, _ = h200.compile_for_h200(program, *h200.arrays(*operands()))
     assert not h200.slices_of_kernels(compiled)
 
 
@@ -342,8 +343,8 @@ def compiled_kernel(
             return partial(), stored
         return dlogits_kernel.dlogits(head, hidden, by_row, coefficients_of(names, by_row))
 
-    further = shaped(((n,), jnp.float32), ((v,), jnp.float32), ((), jnp.float32))
-    return clean(run, *arguments(n, v, h, axis), *further)
+    further = h200.arrays(((n,), jnp.float32), ((v,), jnp.float32), ((), jnp.float32))
+    return clean(run, *h200.of_head(n, v, h, axis), *further)
 
 
 @pytest.mark.nightly(keep=3)
@@ -411,9 +412,9 @@ def test_products_with_all_their_tiles(config: Config, vocab_axis: int, monkeypa
 
     n, v, h = 2048, 32768, 1024
     of_weight = (v, h) if vocab_axis == 0 else (h, v)
-    given = shaped(((n, v), jnp.bfloat16), (of_weight, jnp.bfloat16), ((n, h), jnp.bfloat16))
-    lower = shaped((narrow_sum.lower_shape(*of_weight), jnp.bfloat16))
-    clean(run, *given, *shaped(((n, h), jnp.float32), (of_weight, jnp.float32), ((), jnp.int32)), *lower)
+    given = h200.arrays(((n, v), jnp.bfloat16), (of_weight, jnp.bfloat16), ((n, h), jnp.bfloat16))
+    lower = h200.arrays((narrow_sum.lower_shape(*of_weight), jnp.bfloat16))
+    clean(run, *given, *h200.arrays(((n, h), jnp.float32), (of_weight, jnp.float32), ((), jnp.int32)), *lower)
 
 
 @pytest.mark.nightly(keep=1)

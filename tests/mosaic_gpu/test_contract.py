@@ -15,7 +15,7 @@ MODES = ["recompute", "in_forward"]
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.slow]
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("backward", MODES)
 # The interpreter's effects cannot be rematerialised.
 @pytest.mark.parametrize("name", [name for name in test_calls.CALLS if name != "rematerialised"])
@@ -42,7 +42,7 @@ SPOILT = [
 ]
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.usefixtures("maxima_keep_nan")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter is NumPy's
 @pytest.mark.parametrize(("name", "backward", "only"), SPOILT)

@@ -15,11 +15,11 @@ from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from tests import compile_for_h200 as h200
-from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, relative_error
+from tests.pallas_ce.checks import assert_close, assert_exact_but_rounded, of_stored_logits, relative_error
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 N, V = 8192, 131072
+NAMED: Any = {"implementation": "mosaic_gpu"}
 
 
 @pytest.fixture
@@ -37,38 +37,6 @@ def logits_of(n: int, v: int, dtype: Any, offset: float = 0.0) -> np.ndarray:
     return (2 * np.random.default_rng(n).normal(size=(n, v)) + offset).astype(dtype)
 
 
-def run(
-    interpreted: Any, logits: np.ndarray, labels: np.ndarray, cotangent: Any = 1.0, **options: Any
-) -> tuple[Any, Any]:
-    """Loss and gradient by the kernels."""
-
-    def loss(z: jax.Array) -> Any:
-        value = cross_entropy(z, labels, implementation="mosaic_gpu", **options)
-        return jnp.sum(value * cotangent), value
-
-    (_, value), gradient = interpreted(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(logits))
-    assert gradient.dtype == logits.dtype
-    return value, np.asarray(gradient)
-
-
-def needs_grad(logits: np.ndarray, labels: np.ndarray, cotangent: Any = 1.0, **options: Any) -> tuple[Any, np.ndarray]:
-    """The oracle's, in float64; the logits as hidden states of an identity."""
-    arrays = {"hidden": logits, "weight": np.eye(logits.shape[1])}
-    if (weights := options.pop("token_weights", None)) is not None:
-        arrays["token_weights"] = weights
-    loss, gradients = oracle.cross_entropy(arrays, labels, options, cotangent)
-    return loss, gradients["hidden"]
-
-
-def assert_exact_but_rounded(got: Any, want: Any, dtype: Any) -> None:
-    """Gradients of narrow logits are the exact ones, rounded once."""
-    if dtype == np.float32:
-        return assert_close(got, want, 1e-5, floor=1e-6)
-    assert abs(float(got[0]) - want[0]) <= 1e-5 * abs(want[0])
-    rounded = want[1].astype(np.float32).astype(dtype)
-    assert relative_error(got[1], want[1]) <= 1.05 * relative_error(rounded, want[1])
-
-
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0, "vocab_size": 300},
@@ -83,14 +51,14 @@ def labels_of(n: int, options: dict[str, Any]) -> np.ndarray:
     return labels
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_tiles", "interpreted")
 @pytest.mark.parametrize("options", OPTIONS)
-def test_float32_matches_the_oracle(options: dict[str, Any], interpreted: Any) -> None:
+def test_float32_matches_the_oracle(options: dict[str, Any]) -> None:
     logits, labels = logits_of(136, 336, np.float32), labels_of(136, options)
-    assert_close(run(interpreted, logits, labels, **options), needs_grad(logits, labels, **options), 1e-5, floor=1e-6)
+    assert_exact_but_rounded(*of_stored_logits(logits, labels, **NAMED, **options))
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_tiles", "interpreted")
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
 def test_selected_log_probabilities_and_their_gradient(dtype: Any, interpreted: Any) -> None:
     """One index lies outside the vocabulary: 0, and no gradient."""
@@ -114,42 +82,43 @@ def test_selected_log_probabilities_and_their_gradient(dtype: Any, interpreted: 
 
 
 @pytest.mark.nightly(keep=2)
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_tiles", "interpreted")
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)])
 @pytest.mark.parametrize("offset", [0.0, 64.0])
-def test_the_gradient_of_narrow_logits_is_the_exact_one_rounded(dtype: Any, offset: float, interpreted: Any) -> None:
-    logits, labels = logits_of(72, 208, dtype, offset), np.arange(72)
-    assert_exact_but_rounded(run(interpreted, logits, labels), needs_grad(logits, labels), dtype)
+def test_the_gradient_of_narrow_logits_is_the_exact_one_rounded(dtype: Any, offset: float) -> None:
+    assert_exact_but_rounded(*of_stored_logits(logits_of(72, 208, dtype, offset), np.arange(72), **NAMED))
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_losses_by_row_take_a_cotangent_each(interpreted: Any) -> None:
+@pytest.mark.usefixtures("small_tiles", "interpreted")
+def test_losses_by_row_take_a_cotangent_each() -> None:
     logits, labels = logits_of(64, 160, np.float32), np.arange(64)
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01}
     cotangent = np.linspace(-1, 1, 64).astype(np.float32)
-    got = run(interpreted, logits, labels, cotangent, **options)
-    assert_close(got, needs_grad(logits, labels, cotangent, **options), 1e-5, floor=1e-6)
+    assert_close(*of_stored_logits(logits, labels, cotangent, **NAMED, **options), 1e-5, floor=1e-6)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_rows_that_do_not_count_may_hold_anything_and_rows_of_minus_infinity_have_no_gradient(
-    interpreted: Any,
-) -> None:
+@pytest.mark.usefixtures("small_tiles", "interpreted")
+def test_rows_that_do_not_count_may_hold_anything_and_rows_of_minus_infinity_have_no_gradient() -> None:
     logits, labels = logits_of(64, 160, np.float32), np.where(np.arange(64) < 60, np.arange(64), -100)
-    plain = run(interpreted, logits, labels)
+
+    @jax.value_and_grad
+    def run(logits: Any) -> Any:
+        return cross_entropy(logits, labels, implementation="mosaic_gpu")
+
+    plain = jax.jit(run)(logits)
     logits[60], logits[61], logits[62, ::2] = np.nan, np.inf, np.nan
-    got = run(interpreted, logits, labels)
+    got = jax.jit(run)(logits)
     np.testing.assert_array_equal(got[0], plain[0])
     np.testing.assert_array_equal(got[1], plain[1])
     assert not got[1][60:].any()
     logits[5], logits[6, 10:] = -np.inf, -np.inf
-    _, gradient = run(interpreted, logits, labels)
+    _, gradient = jax.jit(run)(logits)
     assert not gradient[5].any()
     assert not gradient[6, 10:].any()
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_tiles", "interpreted")
 def test_metrics_and_values_alone(interpreted: Any) -> None:
     logits, labels = logits_of(64, 1600, BFLOAT16), np.arange(64)
 
@@ -179,8 +148,7 @@ def test_what_they_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(("n", "options"), [(1000, {}), (136, OPTIONS[1]), (136, OPTIONS[2]), (136, OPTIONS[3])])
 def test_on_a_gpu_it_matches_the_oracle(n: int, dtype: Any, options: dict[str, Any]) -> None:
     logits, labels = logits_of(n, 336, dtype), labels_of(n, options)
-    got, want = run(jax.jit, logits, labels, **options), needs_grad(logits, labels, **options)
-    assert_exact_but_rounded(got, want, dtype)
+    assert_exact_but_rounded(*of_stored_logits(logits, labels, **NAMED, **options))
 
 
 @pytest.mark.gpu
@@ -208,14 +176,14 @@ EVERY_OPTION: dict[str, Any] = {
 
 
 def test_gradients_stacked_by_a_loop_are_copied() -> None:
-    gradient, mesh = jax.grad(lambda *given: cross_entropy(*given, implementation="mosaic_gpu")), h200.h200_mesh()
-    arguments = h200.shaped(mesh, (3, N, V), jnp.bfloat16), h200.shaped(mesh, (3, N), jnp.int32)
+    gradient = jax.grad(lambda *given: cross_entropy(*given, implementation="mosaic_gpu"))
+    arguments = h200.arrays(((3, N, V), jnp.bfloat16), ((3, N), jnp.int32))
     compiled, report = h200.compile_for_h200(lambda *given: jax.lax.map(lambda x: gradient(*x), given), *arguments)
     assert report.kernels == 2
     assert not re.search(r" dynamic-update-slice\(", "".join(h200.slices_of_kernels(compiled)))
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("options", [{}, EVERY_OPTION, {"reduction": "none"}])
 def test_a_donated_buffer_becomes_the_gradient_in_two_kernels(dtype: Any, options: dict[str, Any]) -> None:
@@ -224,8 +192,7 @@ def test_a_donated_buffer_becomes_the_gradient_in_two_kernels(dtype: Any, option
     def loss(z: jax.Array, labels: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(chunked_cross_entropy(z, labels, 512, implementation="mosaic_gpu", **options)))
 
-    mesh = h200.h200_mesh()
-    arguments = [h200.shaped(mesh, (N, V), dtype), h200.shaped(mesh, (N,), jnp.int32)]
+    arguments = h200.arrays(((N, V), dtype), ((N,), jnp.int32))
     plain = not options
     function = jax.value_and_grad((lambda z, t: cross_entropy(z, t, implementation="mosaic_gpu")) if plain else loss)
     compiled, report = h200.compile_for_h200(function, *arguments, donate_argnums=0)

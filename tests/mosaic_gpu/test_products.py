@@ -1,4 +1,4 @@
-"""The gradient products' kernels against plain products, under the GPU interpreter with race detection."""
+"""What the gradient products' kernels do beside the cases of `test_backend.py`, under the GPU interpreter."""
 
 from typing import Any
 
@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_ce.backends.mosaic_gpu.kernels import narrow_sum, product_kernel
-from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, cost
-
-# First column, width and valid columns of each part of 272; the last part is narrower.
-PARTS = ((128, 144, 144), (256, 128, 16))
 
 
 def matrices(n: int, v: int, h: int, vocab_axis: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -31,11 +27,6 @@ def laid_out(weight: Any, vocab_axis: int) -> Any:
 
 def exact(a: Any, b: Any) -> np.ndarray:
     return np.asarray(a, np.float64) @ np.asarray(b, np.float64)
-
-
-def assert_rounded(got: Any, want: Any) -> None:
-    """As far apart as rounding to bfloat16 brings them."""
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=5e-3, atol=5e-3)
 
 
 def assert_summed(got: Any, want: Any) -> None:
@@ -112,60 +103,6 @@ def test_narrow_sums_are_off_by_less_than_a_32768th_at_each_block(
         want += 0.5 * exact((stored[:live] * (i + 1)).T, rows[:live])
         slack += 2.0**-15 * np.abs(want) + 1e-4
     assert np.all(np.abs(got - want) <= slack + 2.0**-8 * np.abs(want))
-
-
-@pytest.mark.nightly(keep=3)
-@pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"row_group": 1, "sms": 3}])
-@pytest.mark.parametrize("to_row", [None, 64])
-def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
-    vocab_axis: int, options: Any, to_row: int | None, tiles: Any, interpreted: Any
-) -> None:
-    stored, weight, total = matrices(192, 272, 256, vocab_axis)
-    tiles(**options)
-    total = jnp.concatenate([total, total]).astype(jnp.float32)[: 192 + (to_row or 0)]
-
-    def run(stored: Any, weight: Any, total: Any, first: Any, valid: Any) -> jax.Array:
-        part = Part(stored.shape[1], first, valid)
-        where = None if to_row is None else jnp.int32(to_row)
-        return product_kernel.add_for_hidden(stored, weight, vocab_axis, total, to_row=where, part=part)
-
-    for first, width, valid in PARTS:
-        own = stored[:, :width].at[:, valid:].set(0)
-        want = np.array(total, np.float64)
-        want[to_row or 0 :] += exact(own[:, :valid], laid_out(weight, vocab_axis)[first : first + valid])
-        assert_summed(interpreted(run)(own, weight, total, jnp.int32(first), jnp.int32(valid)), want)
-
-
-@pytest.mark.nightly(keep=3)
-@pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize(("parts", "valid_rows"), [(((0, 272, 272),), None), (PARTS, None), (PARTS, 0), (PARTS, 70)])
-@pytest.mark.parametrize("options", [{}, {"columns": 128, "row_group": 1}])
-def test_the_weights_gradient_is_written_where_it_belongs(
-    vocab_axis: int, parts: Any, valid_rows: int | None, options: dict[str, Any], tiles: Any, interpreted: Any
-) -> None:
-    """In whole or part; rows behind the valid ones are never read."""
-    tiles(**options)
-    stored, weight, rows = matrices(192, 272, 256, vocab_axis)
-    counted = 192 if valid_rows is None else valid_rows
-    live = None if valid_rows is None else jnp.int32(valid_rows)
-
-    def run(stored: Any, rows: Any, weight: Any, first: Any, valid: Any) -> jax.Array:
-        given = stored, rows, vocab_axis
-        half = jnp.float32(0.5)
-        if parts is PARTS:
-            part = Part(stored.shape[1], first, valid)
-            return product_kernel.for_weight(*given, weight, multiplier=half, valid_rows=live, part=part)
-        return product_kernel.for_weight(*given, jax.lax.empty(weight.shape, weight.dtype), multiplier=half)
-
-    for first, width, valid in parts:
-        own = stored[:, :width].at[counted:].set(0)
-        broken = own.at[-(-counted // 64) * 64 :].set(jnp.nan)
-        want = np.array(laid_out(weight, vocab_axis), np.float64)
-        want[first : first + valid] = 0.5 * exact(own.T, rows)[:valid]
-        got = interpreted(run)(broken, rows, weight, jnp.int32(first), jnp.int32(valid))
-        assert got.dtype == jnp.bfloat16
-        assert_rounded(laid_out(got, vocab_axis), want)
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])

@@ -20,6 +20,7 @@ from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import FIELDS, Partial, add, joined
 from pallas_ce.statistics.table import PRIMITIVES
 from tests.mosaic_gpu.conftest import make_problem
+from tests.pallas_ce.kernel_cases import CAPPED, HEAD, Case
 
 EVERY = frozenset(PRIMITIVES)
 
@@ -120,7 +121,7 @@ def test_work_is_counted_in_full_tiles_and_full_rounds() -> None:
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kernel", ["forward", "stash"])
 def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place(kernel: str, interpreted: Any) -> None:
-    p = make_problem(300, 80, 584, bias=True, scale=1.3, softcap=5.0)
+    p = make_problem(Case((300, 80, 584), CAPPED, HEAD))
     budget = 2**16  # several launches for 300 rows
 
     def run(head: Any, hidden: jax.Array) -> Any:

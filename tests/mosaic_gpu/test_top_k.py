@@ -16,29 +16,28 @@ from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import finalise
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES
-from tests.mosaic_gpu.compiled import arguments, clean
+from tests.compile_for_h200 import clean, of_head
 from tests.mosaic_gpu.conftest import logits_of, make_problem
-from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
+from tests.pallas_ce.kernel_cases import CAPPED, FLOAT16, HEAD, Case
+from tests.pallas_ce.streamed import assert_top_k, exact_head, stored_logits
 
 LSE = frozenset({"lse"})
 
 
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
-    ("problem", "config", "tempered"),
+    ("case", "tempered"),
     [
-        ({"n": 96, "h": 64, "v": 192}, {}, False),
-        ({"n": 96, "h": 64, "v": 190, "vocab_axis": 1, "rows": 192}, {"sms": 3}, True),
-        ({"n": 150, "h": 80, "v": 248, "bias": True, "scale": 1.3, "softcap": 5.0}, {"row_group": 1}, True),
-        ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16}, {"columns": 128, "stages": 2}, False),
-        ({"n": 130, "h": 64, "v": 300, "rows": 304}, {"rows": 128, "columns": 128}, True),
+        (Case((96, 64, 192)), False),
+        (Case((96, 64, 190), axis=1, padding=2, config={"sms": 3}), True),
+        (Case((150, 80, 248), CAPPED, HEAD, config={"row_group": 1}), True),
+        (Case((70, 80, 264), dtype=FLOAT16, config={"columns": 128, "stages": 2}), False),
+        (Case((130, 64, 300), padding=4, config={"rows": 128, "columns": 128}), True),
     ],
 )
-def test_logits_maxima_and_sums(
-    problem: dict[str, Any], config: dict[str, Any], tempered: bool, tiles: Any, interpreted: Any
-) -> None:
-    tiles(**config)
-    p = make_problem(**problem)
+def test_logits_maxima_and_sums(case: Case, tempered: bool, tiles: Any, interpreted: Any) -> None:
+    tiles(**case.config)
+    p = make_problem(case)
     n, v = p.hidden.shape[0], p.head.spec.vocab_size
     temperature = jnp.linspace(0.02, 3, n) if tempered else jnp.ones(n)  # from where e^{z/T - max z} overflows
     inverse = 1 / temperature if tempered else None
@@ -118,19 +117,9 @@ def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, An
     stored = {name: options[name] for name in ("vocab_size", "logit_softcap") if name in options}
     with np.errstate(invalid="ignore"):
         z = stored_logits(**arrays, **stored).astype(np.float32)
-        log_probs = log_softmax(z / np.reshape(options.get("temperature", 1.0), (-1, 1)))
-    ids = np.lexsort((np.broadcast_to(np.arange(z.shape[1]), z.shape), np.where(np.isnan(z), 0, -z), ~np.isnan(z)))
-    ids, counts = ids[:, :k], options.get("row_mask", np.ones(n, bool))[:, None]
-    logits, log_probs = np.take_along_axis(z, ids, 1), np.take_along_axis(log_probs, ids, 1)
-    log_probs = np.where(np.isneginf(logits) & np.isfinite(z.max(1, keepdims=True)), -np.inf, log_probs)
-    np.testing.assert_array_equal(found.ids, np.where(counts, ids, -1))
     cap_error = 2e-7 * (options.get("logit_softcap") or 0)  # the kernels' tanh is good to 1e-7
-    np.testing.assert_allclose(found.logits, np.where(counts, logits, 0), rtol=1e-6, atol=cap_error)
-    infinite = np.isinf(z.max(1))  # nothing finite may be said of them
-    np.testing.assert_allclose(
-        found.log_probs[~infinite], np.where(counts, log_probs, 0)[~infinite], rtol=1e-5, atol=2e-6
-    )
-    assert not np.isfinite(found.log_probs[infinite & counts[:, 0]]).any()
+    temperature, mask = options.get("temperature", 1.0), options.get("row_mask")
+    assert_top_k(found, z, k, temperature, mask, float(np.finfo(np.float32).eps), cap_error)
 
 
 @pytest.mark.nightly(keep=1)
@@ -147,7 +136,7 @@ def test_at_real_sizes_no_register_spills_and_scratch_holds(n: int, v: int, h: i
     def top_k(hidden: Any, weight: Any) -> Any:
         return linear_top_k(hidden, weight, 64, vocab_axis=axis, implementation="mosaic_gpu", scratch_bytes=scratch)
 
-    text, memory, kernels = clean(top_k, *arguments(n, v, h, axis)[:2])
+    text, memory, kernels = clean(top_k, *of_head(n, v, h, axis)[:2])
     assert kernels == 1
     # Beside the scratch, a loop carries three arrays of the results' size, written at the end.
     assert memory.temp_size_in_bytes <= (scratch or DEFAULT_SCRATCH_BYTES) + 3 * 4 * 64 * n

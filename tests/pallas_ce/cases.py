@@ -81,10 +81,8 @@ HEADS = BY_ROW | LOSSES
 # By name, the implementations of those that can be told which, beside the kernels; None: the only one.
 SERVED = dict.fromkeys(HEADS, (None,)) | {
     **dict.fromkeys(
-        ("linear_row_statistics", "linear_log_probs", "linear_log_probs over a support", *LOSSES),
-        ("xla", "reference", "toy"),
+        ("linear_row_statistics", "linear_log_probs", "linear_log_probs over a support", *LOSSES), ("xla", "reference")
     ),
-    **dict.fromkeys(DISTILLATIONS, ("xla", "reference")),
 }
 TEMPERED = sorted(HEADS.keys() - {"linear_cross_entropy", "sampled_softmax"})
 
@@ -318,13 +316,8 @@ def _sampler(key: Any, num_samples: int, vocab_size: int) -> P.ClassSample:
 
 def _plain_sampled_softmax(s: Sizes, a: Arrays, form: Any, *_: Any, **drawn: Any) -> Any:
     del drawn
-    labels, correction = s.labels[s.counted], jnp.linspace(-2.0, 0.0, s.classes)
-    of_columns = {**a, "weight": a["weight"][SAMPLED], "bias": a["bias"][SAMPLED]}
-    z = plain.logits(of_columns, s.counted, len(SAMPLED)) - correction[SAMPLED]
-    dots = jnp.sum(a["hidden"][s.counted] * a["weight"][labels], axis=1)
-    target = a["logit_scale"] * (dots + a["bias"][labels]) - correction[labels]
-    others = jnp.where(labels[:, None] == SAMPLED, -jnp.inf, z)
-    return _weighted(s, form(jnp.concatenate([target[:, None], others], axis=1)) - target, a, "none")
+    given = s.labels[s.counted], s.counted, SAMPLED, jnp.linspace(-2.0, 0.0, s.classes), form
+    return _weighted(s, plain.sampled_softmax(a, *given), a, "none")
 
 
 def _tasks(s: Sizes, a: Arrays, implementation: str, _: str) -> Any:
@@ -373,9 +366,7 @@ def _chains(name: str) -> Case:
         return P.linear_chain_crf(a["emissions"], TAGS, a[name], mask=mask, reduction="none")
 
     def expected(s: Sizes, a: Arrays, form: Any, _: str) -> Any:
-        between = jnp.broadcast_to(a[name], s.shape("each_transitions"))
-        each = (plain.chain(a["emissions"][i, :t], TAGS[i, :t], between[i], form) for i, t in enumerate(LENGTHS))
-        return jnp.stack([*each])
+        return plain.chains(a["emissions"], TAGS, a[name], LENGTHS, form)
 
     return Case(ours, expected, ("emissions", name))
 

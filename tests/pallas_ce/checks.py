@@ -79,6 +79,31 @@ def library_results(p: Problem, implementation: str, backward: Any, **options: A
     return with_gradients(loss, p.arrays)
 
 
+def of_stored_logits(
+    logits: np.ndarray, labels: np.ndarray, cotangent: Any = 1.0, **options: Any
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Loss and gradient of stored logits: ours, and the oracle's, with the logits as hidden states of an identity."""
+
+    def weighted(loss: Any) -> Any:
+        return jnp.sum(loss * cotangent)
+
+    got = with_gradients(lambda z: cross_entropy(z, labels, **options), logits, weighted)
+    assert got[1].dtype == logits.dtype
+    arrays = {"hidden": logits, "weight": np.eye(logits.shape[1])}
+    arrays |= {name: options[name] for name in ("token_weights",) if name in options}
+    loss, gradients = oracle.cross_entropy(arrays, labels, options, cotangent)
+    return got, (loss, gradients["hidden"])
+
+
+def assert_exact_but_rounded(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
+    """Gradients of narrow logits are the exact ones, rounded once."""
+    if got[1].dtype == np.float32:
+        return assert_close(got, want, 1e-5, floor=1e-6)
+    assert abs(float(got[0]) - want[0]) <= 1e-5 * abs(want[0])
+    rounded = want[1].astype(np.float32).astype(got[1].dtype)
+    assert relative_error(got[1], want[1]) <= 1.05 * relative_error(rounded, want[1])
+
+
 def oracle_results(p: Problem) -> Results:
     """The same in float64."""
     return oracle.cross_entropy(p.arrays, p.labels, p.options)

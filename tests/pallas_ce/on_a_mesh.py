@@ -110,7 +110,6 @@ def _results(name: str, function: Call, *given: Any) -> Any:
     return jax.value_and_grad(summed, (0, 1, 2), has_aux=True)(hidden, weight, by_token)
 
 
-@pytest.mark.nightly(keep=6)
 @dataclasses.dataclass(frozen=True)
 class Laid:
     """How the arrays of a call lie: mesh axes "a" and "b", of these sizes and kinds, split these dimensions.
@@ -191,6 +190,7 @@ REPORTED = {
 }
 
 
+@pytest.mark.nightly(keep=10)
 @pytest.mark.parametrize(
     ("case", "name"),
     [

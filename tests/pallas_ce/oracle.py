@@ -1,6 +1,7 @@
 """The contract in float64 NumPy: each statistic and loss by its definition, each gradient by its textbook formula.
 
-Shares no code with the library. `test_oracle.py` checks the formulas against finite differences.
+Shares no code with the library. The formulas meet JAX's own differentiation in the contract, by the implementation
+"reference".
 """
 
 from collections.abc import Callable

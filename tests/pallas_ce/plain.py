@@ -1,9 +1,9 @@
 """The functions of this library in plain JAX on materialised logits: what NaN and infinities do in each.
 
-Only the rows that count and the columns that exist are looked at. Two forms of the log-softmax are plain JAX, `FORMS`;
-they differ in a row with +inf. What the docstrings promise beyond plain JAX stands here once: 0·(±inf) is 0 (`times`,
-`plogp`), and an infinite divergence has gradient 0
-(`divergence`).
+In 64-bit mode it is the exact computation for calls of few shapes; `oracle.py` has it, with gradients by formula, for
+shapes that are drawn, where JAX compiles each. Only the rows that count and the columns that exist are looked at. Two
+forms of the log-softmax are plain JAX, `FORMS`; they differ in a row with +inf. What the docstrings promise beyond it
+stands here once: 0·(±inf) is 0 (`times`, `plogp`), and an infinite divergence has gradient 0 (`divergence`).
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ def times(weight: Any, value: Any) -> Any:
     return weight * jnp.where((weight == 0) & jnp.isinf(value), 0.0, value)
 
 
-def logits(a: Arrays, rows: Any, classes: int, softcap: float | None = None, prefix: str = "") -> Any:
-    """`[rows, classes]`, of the arrays whose names have that prefix; 16-bit operands are widened."""
-    wide = {name: jnp.asarray(x, jnp.float32) for name, x in a.items()}
+def logits(a: Arrays, rows: Any, classes: int | None, softcap: float | None = None, prefix: str = "") -> Any:
+    """`[rows, classes]`, of the arrays whose names have that prefix; in float32, or float64 in 64-bit mode."""
+    wide = {name: jnp.asarray(x, float) for name, x in a.items()}
     hidden, weight = wide[f"{prefix}hidden"][rows], wide[f"{prefix}weight"][:classes]
-    scale, bias = wide.get(f"{prefix}logit_scale", jnp.float32(1.0)), wide.get(f"{prefix}bias")
+    scale, bias = wide.get(f"{prefix}logit_scale", 1.0), wide.get(f"{prefix}bias")
     x = _product(hidden, weight)
     if not prefix and "down" in a:
         x = x + LOW_RANK_SCALE * _product(_product(hidden, wide["down"]), wide["up"][:classes])
@@ -138,6 +138,23 @@ def chain(emissions: Any, tags: Any, transitions: Any, lse_of: Any) -> Any:
     return jnp.where(possible, lse_of(jnp.where(possible, alpha, 0.0)) - jnp.where(possible, score, 0.0), jnp.inf)
 
 
+def chains(emissions: Any, tags: Any, transitions: Any, lengths: Any, lse_of: Any) -> Any:
+    """Of several sequences, each with its length; transitions are shared, or each position's own."""
+    between = jnp.broadcast_to(transitions, (len(tags), tags.shape[1] - 1, *transitions.shape[-2:]))
+    each = (chain(emissions[i, :t], tags[i, :t], between[i], lse_of) for i, t in enumerate(lengths))
+    return jnp.stack([*each])
+
+
+def sampled_softmax(a: Arrays, labels: Any, rows: Any, ids: Any, log_expected: Any, lse_of: Any) -> Any:
+    """Of rows and their labels: the loss among the sampled classes and the row's own."""
+    bias = a["bias"] if "bias" in a else jnp.zeros(len(a["weight"]))
+    z = logits({**a, "weight": a["weight"][ids], "bias": bias[ids]}, rows, len(ids)) - log_expected[ids]
+    dots = jnp.sum(a["hidden"][rows] * a["weight"][labels], axis=1)
+    target = a.get("logit_scale", 1.0) * (dots + bias[labels]) - log_expected[labels]
+    others = jnp.where(labels[:, None] == ids, -jnp.inf, z)
+    return lse_of(jnp.concatenate([target[:, None], others], axis=1)) - target
+
+
 def policy(a: Arrays, mask: Any) -> Any:
     """`[tokens]` of those that count: PPO's loss with a penalty of k3 and an entropy bonus."""
     log_p, old, ref, entropy, advantage = (
@@ -159,15 +176,16 @@ def preference(a: Arrays, mask: Any) -> Any:
     return -jax.nn.log_sigmoid(0.1 * (chosen - rejected))
 
 
-def top_k_distillation(name: str, a: Arrays, mask: Any, *, tail: bool) -> Any:
+def top_k_distillation(name: str, a: Arrays, mask: Any, *, tail: bool, beta: float = 0.5) -> Any:
     """`[tokens]` of those that count."""
     given = a["log_probs"][mask], jax.lax.stop_gradient(a["teacher_log_probs"])[mask]
     there = ~jnp.isneginf(given[1])
     p, q = (_with_tail(jnp.where(there, x, -jnp.inf)) if tail else _normalised(x, there) for x in given)
     if name == "jsd":
         neither = jnp.isneginf(p) & jnp.isneginf(q)
-        mixture = jnp.logaddexp(*(np.log(0.5) + jnp.where(neither, 0.0, x) for x in (p, q)))
-        return 0.5 * (_sum_of_kl(p, mixture) + _sum_of_kl(q, mixture))
+        p_part, q_part = (np.log(share) + jnp.where(neither, 0.0, x) for share, x in ((1 - beta, p), (beta, q)))
+        mixture = jnp.logaddexp(p_part, q_part)
+        return (1 - beta) * _sum_of_kl(p, mixture) + beta * _sum_of_kl(q, mixture)
     return _sum_of_kl(q, p) if name == "forward_kl" else _sum_of_kl(p, q)
 
 

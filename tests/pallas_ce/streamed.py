@@ -44,6 +44,23 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
 
 
+def assert_top_k(found: Any, z: np.ndarray, k: int, temperature: Any, mask: Any, unit: float, cap: float = 0.0) -> None:
+    """The k largest of each row that `mask` counts: NaN first, then the lowest of equal ids; errors in units of `z`."""
+    counts = np.ones((len(z), 1), bool) if mask is None else mask[:, None]
+    ids = np.lexsort((np.broadcast_to(np.arange(z.shape[1]), z.shape), np.where(np.isnan(z), 0, -z), ~np.isnan(z)))
+    ids = ids[:, :k]
+    with np.errstate(invalid="ignore"):
+        log_probs = log_softmax(z / np.reshape(temperature, (-1, 1)))
+    logits, log_probs = np.take_along_axis(z, ids, 1), np.take_along_axis(log_probs, ids, 1)
+    log_probs = np.where(np.isneginf(logits), -np.inf, log_probs)
+    np.testing.assert_array_equal(found.ids, np.where(counts, ids, -1))
+    np.testing.assert_allclose(found.logits, np.where(counts, logits, 0), rtol=8 * unit, atol=cap)
+    infinite = ~(z.max(1) < np.inf)  # or NaN: nothing finite may be said of them
+    wanted = np.where(counts, log_probs, 0)[~infinite]
+    np.testing.assert_allclose(np.asarray(found.log_probs)[~infinite], wanted, rtol=64 * unit, atol=16 * unit)
+    assert not np.isfinite(np.asarray(found.log_probs)[infinite & counts[:, 0]]).any()
+
+
 @contextmanager
 def counted_rows(monkeypatch: Any) -> Iterator[list[int]]:
     """The number of rows of each tile of logits that is computed at run time, as it is computed."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_ce as P
-from tests.pallas_ce.streamed import log_softmax
+from tests.pallas_ce import oracle
 
 N, V, H = 10, 1003, 8
 LABELS = (np.arange(N) * 7 % V).astype(np.int32)
@@ -149,11 +149,9 @@ def test_log_probabilities_of_several_tokens_and_all_that_comes_of_them(offset: 
     z, hidden, weight = plainly + np.float32(offset), np.eye(n, dtype=np.float32), plainly.T
     several, weights = rng.integers(0, v, (n, 4)), rng.uniform(0.5, 2, v).astype(np.float32) / v
     options: dict[str, Any] = {"bias": np.full(v, offset, np.float32), "implementation": implementation}
-    wide = z.astype(np.float64)
-    log_p = log_softmax(wide)
-    p, want = np.exp(log_p), np.take_along_axis(log_p, several, axis=1)
-    np.testing.assert_allclose(P.linear_log_probs(hidden, weight, several, **options), want, rtol=0, atol=4e-6)
-    np.testing.assert_allclose(P.selective_log_softmax(z, several), want, rtol=0, atol=4e-6)
+    want, slopes = oracle.statistics(oracle.Logits({"hidden": z, "weight": np.eye(v)}), several, weights)
+    for log_probs in (P.linear_log_probs(hidden, weight, several, **options), P.selective_log_softmax(z, several)):
+        np.testing.assert_allclose(log_probs, want["log_prob"], rtol=0, atol=4e-6)
     names = ("mean_log_prob", "entropy", "sum_sq_probs", "varentropy", "mean_logit", "lse")
 
     def total(weight: Any) -> Any:
@@ -161,13 +159,9 @@ def test_log_probabilities_of_several_tokens_and_all_that_comes_of_them(offset: 
         return jnp.sum(found.mean_log_prob + found.entropy + found.varentropy), found
 
     (_, found), gradient = jax.value_and_grad(total, has_aux=True)(weight)
-    entropy = -(p * log_p).sum(axis=1)
-    varentropy = (p * (log_p + entropy[:, None]) ** 2).sum(axis=1)
-    np.testing.assert_allclose(found.mean_log_prob, log_p @ np.float64(weights), rtol=0, atol=8e-6)
-    np.testing.assert_allclose(found.entropy, entropy, rtol=0, atol=4e-6)
-    np.testing.assert_allclose(found.varentropy, varentropy, rtol=1e-5, atol=4e-6)
-    np.testing.assert_allclose(found.mean_logit, wide @ np.float64(weights), rtol=1e-6, atol=1e-5)
-    np.testing.assert_allclose(found.lse, (wide - log_p)[:, 0], rtol=2e-7)
-    y = log_p + entropy[:, None]
-    right = weights - np.float64(weights).sum() * p - p * y + p * (y * y + 2 * y - varentropy[:, None])
+    for name, atol in (("mean_log_prob", 8e-6), ("entropy", 4e-6)):
+        np.testing.assert_allclose(getattr(found, name), want[name], rtol=0, atol=atol)
+    for name, rtol, atol in (("varentropy", 1e-5, 4e-6), ("mean_logit", 1e-6, 1e-5), ("lse", 2e-7, 0)):
+        np.testing.assert_allclose(getattr(found, name), want[name], rtol=rtol, atol=atol)
+    right = slopes["mean_log_prob"] + slopes["entropy"] + slopes["varentropy"]
     np.testing.assert_allclose(gradient.T, right, rtol=0, atol=1e-5)

@@ -1,6 +1,6 @@
-"""Every kind of call on 16-bit operands, by each implementation: reductions, transformations, frozen and ignored parts.
+"""Every kind of call on 16-bit operands, by the kernels: reductions, transformations, frozen and ignored parts.
 
-Each is compared with the reference, which gets the same numbers in float32.
+Each is compared with the reference, which gets the same numbers in float32. `test_contract.py` draws what XLA is given.
 """
 
 from collections.abc import Callable
@@ -98,8 +98,8 @@ def check(name: str, implementation: str, backward: str, compiled: Callable[...,
             assert relative_error(gradient, np.asarray(exact, np.float64)) <= TOLERANCE
 
 
-@pytest.mark.nightly(keep=8)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize("name", CALLS)
 def test_each_call(name: str, backward: str, implementation: str) -> None:

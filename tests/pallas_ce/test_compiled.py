@@ -88,8 +88,7 @@ def _on_the_cpu(shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...]
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
-    mesh = h200.h200_mesh()
-    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments(SHAPES[-1], jnp.bfloat16)]
+    arguments = h200.arrays(*_arguments(SHAPES[-1], jnp.bfloat16))
     options = {"implementation": "xla", "backward": backward}
     compiled, _ = h200.compile_for_h200(_function(needed, **options), *arguments)
     _check(compiled, arguments, needed, **options)
@@ -98,8 +97,7 @@ def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("backward", "needed"), [MODES[0], *MODES[2:]])
 def test_few_ragged_tiles_on_an_h200_are_not_alive_together(backward: Any, needed: tuple[str, ...]) -> None:
-    mesh = h200.h200_mesh()
-    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments((2048, 1024, 151936), jnp.bfloat16)]
+    arguments = h200.arrays(*_arguments((2048, 1024, 151936), jnp.bfloat16))
     options = {"implementation": "xla", "backward": backward}
     memory = h200.compile_for_h200(_function(needed, **options), *arguments)[0].memory_analysis()
     told = explain(*arguments[:2], differentiate=needed, **options)
@@ -113,8 +111,7 @@ def test_an_h200s_products_read_and_write_in_place(
     backward: Any, products: int, vocab_size: int, tiles_apart: bool
 ) -> None:
     """Each once for the tiles of a loop, as cuBLAS does them, and without copies of what they read and add to."""
-    mesh, shape = h200.h200_mesh(), (8192, 4096, vocab_size)
-    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments(shape, jnp.bfloat16)]
+    arguments = h200.arrays(*_arguments((8192, 4096, vocab_size), jnp.bfloat16))
     options = {"implementation": "xla", "backward": backward}
     function, by_cublas = _function(("hidden", "weight"), **options), {"xla_gpu_enable_triton_gemm": False}
     text = h200.compile_for_h200(function, *arguments, options=by_cublas)[0].as_text()
@@ -131,10 +128,10 @@ def test_an_h200s_products_read_and_write_in_place(
     assert len(unknown) <= 1  # over blocks of the rows that count
 
 
+@pytest.mark.nightly
 def test_a_ragged_tiles_share_of_the_weights_gradient_is_added_in_place_on_an_h200() -> None:
     """XLA's fusion writes where it reads if both are dynamic slices; of a static one it copies the whole sum."""
-    mesh, shape = h200.h200_mesh(), (8192, 2048, 151936)
-    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments(shape, jnp.bfloat16)]
+    arguments = h200.arrays(*_arguments((8192, 2048, 151936), jnp.bfloat16))
     function = _function(("hidden", "weight"), implementation="xla", backward="in_forward")
     text = h200.compile_for_h200(function, *arguments)[0].as_text()
     of_sum = r"^%fused_dynamic_update_slice.*?-> f32\[151936,2048\] {(.*?)^}"
@@ -145,14 +142,13 @@ def test_a_ragged_tiles_share_of_the_weights_gradient_is_added_in_place_on_an_h2
         assert not re.search(r" slice\(", add)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 def test_a_wide_weights_copy_is_part_of_the_peak(backward: Any, needed: tuple[str, ...], implementation: Any) -> None:
     """A float32 master weight, which kernels read as a copy in the compute dtype, and XLA tile by tile."""
-    mesh = h200.h200_mesh()
     hidden, weight, labels = _arguments((8192, 1024, 65536), jnp.bfloat16)
-    given = [h200.shaped(mesh, x.shape, x.dtype) for x in (hidden, weight.update(dtype=jnp.float32), labels)]
+    given = h200.arrays(hidden, weight.update(dtype=jnp.float32), labels)
     options = {"implementation": implementation, "backward": backward, "dtype": jnp.bfloat16}
     memory = h200.compile_for_h200(_function(needed, **options), *given)[0].memory_analysis()
     told = explain(*given[:2], differentiate=needed, **options)
@@ -166,8 +162,7 @@ def test_a_wide_weights_copy_is_part_of_the_peak(backward: Any, needed: tuple[st
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 def test_a_deterministic_program_for_an_h200_sorts_nothing(backward: Any, implementation: Any) -> None:
     """XLA sorts all entries of a scatter, unless it knows that none is written twice."""
-    mesh = h200.h200_mesh()
-    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments((16384, 768, 32768), jnp.bfloat16)]
+    arguments = h200.arrays(*_arguments((16384, 768, 32768), jnp.bfloat16))
     function = _function(("hidden", "weight"), backward=backward, implementation=implementation)
     deterministic = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
     text = h200.compile_for_h200(function, *arguments, options=deterministic)[0].as_text()

@@ -179,7 +179,7 @@ def test_without_a_gpu_at_hand_nothing_is_traced_twice(name: str) -> None:
     assert not kernels_for("cuda", CALLS[name], *structs())
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "row temperatures"])
 def test_a_mesh_of_h200s_decides_for_what_lies_on_it(name: str, dtype: Any) -> None:
@@ -202,7 +202,7 @@ def test_in_a_shard_map_they_serve_where_axes_are_not_tracked(name: str, checked
     assert bool(kernels_in(jax.jit(mapped).lower(*on_mesh(mesh, *places)))) == (not checked)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @on_each_gpu
 @pytest.mark.parametrize("sizes", [(512, 64, 16384), (8, 4096, 16), (1, 16, 8), (4096, 256, 16384)])
 @pytest.mark.parametrize("backward", ["auto", "in_forward", "recompute"])
@@ -490,9 +490,3 @@ def test_an_architecture_that_nothing_is_for_is_xlas_and_named_where_triton_is_a
     assert told.implementation_reason == "no kernels of this library are for NVIDIA Test"
     with pytest.raises(ValueError, match=rf"its table has tiles for .*, and this device is of {capability}; use 'xla'"):
         explain(*structs(), implementation="triton")
-
-
-@needs_triton
-def test_a_mesh_of_gpus_that_are_not_there_tells_what_tritons_kernel_is_compiled_for() -> None:
-    compiled = jax.jit(loss(implementation="triton")).lower(*on_mesh(h200.h200_mesh(2))).compile()
-    assert '"triton_kernel_call_ffi"' in compiled.as_text()

@@ -18,7 +18,7 @@ from tests.pallas_ce.cases import (
     by_row,
     floating,
 )
-from tests.pallas_ce.checks import assert_close
+from tests.pallas_ce.checks import assert_close, relative_error
 from tests.pallas_ce.problems import make
 from tests.pallas_ce.streamed import counted_rows, no_stored_logits
 
@@ -84,6 +84,26 @@ def test_float64_is_served_in_float64(name: str) -> None:
         got, want = (_compiled(name, implementation=x)(*given, LABELS) for x in ("xla", "reference"))
         assert {x.dtype for x in floating(got)} == {np.dtype(np.float64)}
         assert_close(got, want, 1e-11, floor=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    # Sampled softmax multiplies its labels' entries by cotangents as they are.
+    [*((name, {}) for name in LOSSES if name != "sampled_softmax"), ("linear_cross_entropy", {"backward": "recompute"}),
+     ("linear_cross_entropy", {"reduction": "none"})],
+)  # fmt: skip
+def test_float16_keeps_gradients_that_are_tiny(name: str, options: dict[str, Any]) -> None:
+    """Beside 1e-9 it holds nothing: coefficients are normalised before dlogits are rounded, and the arrays are wide."""
+    head = tuple(x.astype(jnp.float16).astype(jnp.float32) for x in (HIDDEN, WEIGHT))
+    by_row = "reduction" in options
+
+    def loss(head: Any, **how: Any) -> Any:
+        found = HEADS[name](*head, LABELS, **options, **({} if by_row else {"normalizer": 1e9}), **how)
+        return jnp.sum(found) * (1e-9 if by_row else 1.0)
+
+    got, want = (jax.jit(jax.grad(functools.partial(loss, **how)))(head) for how in ({"dtype": jnp.float16}, {}))
+    for x, y in zip(got, want, strict=True):
+        assert relative_error(x, y) < 2e-3
 
 
 @pytest.mark.parametrize("name", LOSSES)

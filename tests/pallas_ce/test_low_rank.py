@@ -45,7 +45,7 @@ def test_triton_refuses_a_large_rank_by_name() -> None:
         linear_cross_entropy(hidden, LowRank(*of_weight), LABELS, implementation="triton")
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu", "triton"])
@@ -54,13 +54,10 @@ def test_an_h200s_program_makes_no_array_of_the_weights_size(
 ) -> None:
     """With the weight frozen it takes two large products' memory: the plain head's, and 64 MiB at most."""
     n, h, v, r = 8192, 1536, 65536, 16
-    mesh = h200.h200_mesh()
     of_weight = [((v, h), jnp.bfloat16), ((v, r), jnp.float32), ((r, h), jnp.float32)]
     if vocab_axis == 1:
         of_weight = [(shape[::-1], dtype) for shape, dtype in of_weight]
-    hidden, weight, up, down, labels = (
-        h200.shaped(mesh, *x) for x in (((n, h), jnp.bfloat16), *of_weight, ((n,), jnp.int32))
-    )
+    hidden, weight, up, down, labels = h200.arrays(((n, h), jnp.bfloat16), *of_weight, ((n,), jnp.int32))
     options: Any = {"implementation": implementation, "backward": backward, "vocab_axis": vocab_axis}
 
     def plain(hidden: Any, weight: Any, labels: Any) -> Any:

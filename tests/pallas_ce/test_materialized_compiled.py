@@ -37,8 +37,7 @@ def _compiled(device: str, function: Any, dtype: Any, donate: bool) -> Any:
     if device == "cpu":
         arguments = [jax.ShapeDtypeStruct((N, V), dtype), jax.ShapeDtypeStruct((N,), jnp.int32)]
         return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-    mesh = h200.h200_mesh()
-    arguments = [h200.shaped(mesh, (N, V), dtype), h200.shaped(mesh, (N,), jnp.int32)]
+    arguments = h200.arrays(((N, V), dtype), ((N,), jnp.int32))
     return h200.compile_for_h200(function, *arguments, donate_argnums=donated)[0]
 
 
@@ -80,8 +79,7 @@ def test_rows_of_larger_logits_are_copied_only_where_they_may_begin_anywhere(v: 
     def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(logits[1:], labels)
 
-    mesh = h200.h200_mesh()
-    arguments = h200.shaped(mesh, (N + 1, v), jnp.bfloat16), h200.shaped(mesh, (N,), jnp.int32)
+    arguments = h200.arrays(((N + 1, v), jnp.bfloat16), ((N,), jnp.int32))
     compiled, report = h200.compile_for_h200(loss, *arguments)
     assert report.kernels == 1
     assert bool(h200.slices_of_kernels(compiled)) is not copied

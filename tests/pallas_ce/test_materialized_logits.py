@@ -1,37 +1,36 @@
-"""Losses on stored logits: what `test_contract.py` and `test_edge_cases.py`, which take them too, do not have."""
+"""Losses and log-probabilities of stored logits: what `test_contract.py` and `test_edge_cases.py` do not have."""
 
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_ce import cross_entropy, mean_squared_lse
-from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, relative_error, with_gradients
+from pallas_ce import cross_entropy, mean_squared_lse, selective_log_softmax
+from tests.pallas_ce.checks import (
+    assert_close,
+    assert_exact_but_rounded,
+    of_stored_logits,
+    relative_error,
+    with_gradients,
+)
 
 
 def _both(logits: np.ndarray, cotangent: float, **options: Any) -> tuple[Any, Any]:
-    """Loss and gradient of logits with random labels: ours, and the oracle's of the logits as a head's."""
-    n, v = logits.shape
-    labels = np.random.default_rng(1).integers(0, v, n)
-    ours = with_gradients(lambda z: cross_entropy(z, labels, **options), logits, lambda value: value * cotangent)
-    loss, gradients = oracle.cross_entropy({"hidden": logits, "weight": np.eye(v)}, labels, options, cotangent)
-    return ours, (loss, gradients["hidden"])
+    """Loss and gradient of logits with random labels, and the oracle's."""
+    labels = np.random.default_rng(1).integers(0, logits.shape[1], len(logits))
+    return of_stored_logits(logits, labels, cotangent, **options)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_gradient_of_narrow_logits_is_the_exact_one_rounded(dtype: Any, smoothing: float) -> None:
     logits = (3 * np.random.default_rng(0).normal(size=(64, 500))).astype(dtype)
-    (loss, gradient), (want, exact) = _both(logits, 1.0, label_smoothing=smoothing)
-    rounded = exact.astype(np.float32).astype(dtype)
-    assert gradient.dtype == dtype
-    assert abs(float(loss) - want) <= 1e-6 * want
-    assert relative_error(gradient, exact) <= 1.05 * relative_error(rounded, exact)
-
+    assert_exact_but_rounded(*_both(logits, 1.0, label_smoothing=smoothing))
     # An upstream scalar rounds a second time: half a unit in the last place each.
     (_, scaled), (_, exact) = _both(logits, 3.7, label_smoothing=smoothing)
     unit = np.abs(np.spacing(exact.astype(dtype)).astype(np.float64))
@@ -77,3 +76,67 @@ def test_the_regulariser_by_itself_is_the_z_part() -> None:
 
     got = jax.value_and_grad(lambda z: mean_squared_lse(z, labels))(logits)
     assert_close(got, jax.value_and_grad(part)(logits), 1e-5, floor=1e-6)
+
+
+def _plain(logits: Any, index: Any) -> Any:
+    """In the dtype of `logits`; entries outside the vocabulary are 0."""
+    log_probs = jax.nn.log_softmax(logits)
+    if index.ndim == logits.ndim - 1:
+        return _plain(logits, index[..., None])[..., 0]
+    inside = (index >= 0) & (index < logits.shape[-1])
+    return jnp.where(inside, jnp.take_along_axis(log_probs, jnp.where(inside, index, 0), axis=-1), 0)
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(
+    leading=st.sampled_from([(1,), (7,), (2, 3), (130,)]),
+    several=st.sampled_from([(), (1,), (3,)]),
+    v=st.sampled_from([1, 2, 130, 20_000]),
+    scale=st.sampled_from([(0.01, 0.0), (4.0, 256.0), (30.0, -1e4)]),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64]),
+    seed=st.integers(0, 2**16),
+)
+def test_values_and_gradients_are_those_of_the_exact_log_softmax(
+    leading: Any, several: Any, v: int, scale: Any, dtype: Any, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    index = rng.integers(-1, v + 1, size=leading + several)
+    cotangent = rng.normal(size=index.shape)
+
+    def weighted(value: Any) -> Any:
+        return jnp.sum(value * cotangent)
+
+    with jax.enable_x64(dtype == jnp.float64):
+        logits = jnp.asarray(rng.normal(size=(*leading, v)) * scale[0] + scale[1], dtype)
+        value, gradient = with_gradients(lambda z: selective_log_softmax(z, index), logits, weighted)
+    with jax.enable_x64(True):
+        wide = np.asarray(logits).astype(np.float64)
+        found = with_gradients(lambda z: _plain(z, index), wide, weighted)
+        want, exact = jax.tree.map(np.asarray, found)
+    assert value.dtype == (np.float64 if dtype == jnp.float64 else np.float32)
+    assert gradient.dtype == dtype
+    unit = float(jnp.finfo(value.dtype).eps)
+    # The sum over the row and the two differences that follow round a few times at the result's own size.
+    assert_close(value, want, 0, floor=16 * unit * max(1.0, np.abs(want).max()))
+    # The gradient knows the row by its log-sum-exp, whose rounding is relative to it.
+    lse = np.abs(wide).max() + np.log(v)
+    rounding = relative_error(exact.astype(dtype), exact)
+    assert relative_error(gradient, exact) <= 1.05 * rounding + 8 * unit * max(1.0, lse) or np.abs(exact).max() < 1e-6
+
+
+def test_rows_that_cannot_be_normalised_have_finite_gradients() -> None:
+    logits = jnp.array([[-jnp.inf, -jnp.inf], [jnp.nan, 0.0], [-jnp.inf, 3.0]])
+    index = jnp.array([0, -1, 0])
+    value, gradient = jax.value_and_grad(lambda z: selective_log_softmax(z, index)[1])(logits)
+    assert value == 0
+    assert np.isneginf(selective_log_softmax(logits, index)[jnp.array([0, 2])]).all()
+    total = jax.grad(lambda z: selective_log_softmax(z, index).sum())(logits)
+    assert np.isfinite(gradient).all()
+    assert np.isfinite(total).all()
+
+
+@pytest.mark.parametrize(("shape", "index_shape"), [((0, 4), (0,)), ((3, 4), (3, 0)), ((3, 0), (3,)), ((3, 0), (3, 2))])
+def test_nothing_to_gather_gives_nothing_or_zero(shape: Any, index_shape: Any) -> None:
+    value = selective_log_softmax(jnp.zeros(shape), jnp.zeros(index_shape, int))
+    assert value.shape == index_shape
+    assert not value.any()

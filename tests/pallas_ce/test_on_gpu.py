@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics, selective_log_softmax
+from tests.pallas_ce import kernel_cases
 from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
     library_loss,
@@ -32,6 +33,12 @@ def narrow(p: Problem) -> Problem:
 @PARTS
 def test_any_options(part: int) -> None:
     drawn_in_parts(part, 128, narrow_problems(most=ON_GPU).map(readable), "mosaic_gpu")
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize(("name", "mode"), kernel_cases.EACH)
+def test_the_loss_and_its_gradients(name: str, mode: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_cases.check(kernel_cases.CASES[name], implementation, mode, monkeypatch)
 
 
 @both_modes

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
@@ -14,10 +13,9 @@ from jax.lax import DotAlgorithmPreset, Precision
 import pallas_ce
 from pallas_ce import Task, linear_cross_entropy, linear_log_probs, multi_task_cross_entropy
 from pallas_ce.api.problem import Problem
-from tests.pallas_ce import oracle
 from tests.pallas_ce.cases import DISTILLATIONS, HEADS, SERVED, total
-from tests.pallas_ce.checks import assert_close, library_results, relative_error, with_gradients
-from tests.pallas_ce.problems import STREAMED, make
+from tests.pallas_ce.checks import assert_close, with_gradients
+from tests.pallas_ce.problems import STREAMED
 
 H, V = 16, 40
 HIDDEN, WEIGHT = jax.random.normal(jax.random.key(0), (8, H)), jax.random.normal(jax.random.key(1), (V, H))
@@ -29,7 +27,7 @@ LEVELS = {"default": "precision = [DEFAULT, DEFAULT]", "tensorfloat32": "precisi
 SHOWN = LEVELS | {"BF16_BF16_F32_X3": "lhs_precision_type = bf16, rhs_precision_type = bf16, accumulation_type = f32"}
 
 WAYS = [
-    *((name, {} if x is None else {"implementation": x}) for name in HEADS for x in SERVED[name] if x != "toy"),
+    *((name, {} if x is None else {"implementation": x}) for name in HEADS for x in SERVED[name]),
     *((name, {"backward": mode}) for name in ("linear_cross_entropy", "linear_loss") for mode in
       ("in_forward", "recompute")),
 ]  # fmt: skip
@@ -149,66 +147,3 @@ def test_products_of_bfloat16_inputs_are_bfloat16_products(
         operands, result = line.rsplit(":", 1)[1].split("->")
         assert operands.count("xbf16>") == 2, line
         assert "xf32>" in result, line
-
-
-@pytest.mark.nightly(keep=4)
-@pytest.mark.parametrize(("implementation", "backward"), STREAMED)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(
-    implementation: str, backward: Any, reduction: Any
-) -> None:
-    """p/N is 1e-7 here, below what float16 can hold; the coefficients are normalised before dlogits are rounded."""
-    if reduction == "none" and backward == "in_forward":
-        backward = "recompute"
-    n, h, v = 100_000, 4, 16
-    rng = np.random.default_rng(0)
-    # Float32 masters, so that nothing but the library rounds to float16.
-    head = {
-        name: jnp.asarray(rng.normal(size=size).astype(np.float16), jnp.float32)
-        for name, size in (("hidden", (n, h)), ("weight", (v, h)))
-    }
-    labels = rng.integers(0, v, n).astype(np.int32)
-    options = {"reduction": reduction, "backward": backward, "implementation": implementation}
-
-    def loss(head: dict[str, jax.Array]) -> jax.Array:
-        return jnp.mean(linear_cross_entropy(**head, labels=labels, dtype=jnp.float16, **options))
-
-    gradients = jax.grad(loss)(head)
-    _, exact = oracle.cross_entropy(head, labels, {})
-    assert_close(gradients["weight"], exact["weight"], 2e-3)
-    assert_close(gradients["hidden"], exact["hidden"], 2e-3, floor=0)
-
-
-def _materialised(hidden: jax.Array, weight: jax.Array, labels: np.ndarray, smoothing: float) -> tuple[Any, Any, Any]:
-    """What ours is held against: by float32 logits whose dlogits are rounded to the operands' dtype."""
-    counts = labels >= 0
-    target = (
-        jax.nn.one_hot(np.where(counts, labels, 0), weight.shape[0]) * (1 - smoothing) + smoothing / weight.shape[0]
-    )
-    z = jnp.dot(hidden, weight.T, preferred_element_type=jnp.float32)
-    log_p = jax.nn.log_softmax(z)
-    loss = -jnp.sum(jnp.where(counts, (log_p * target).sum(1), 0)) / counts.sum()
-    dz = jnp.where(counts[:, None], (jnp.exp(log_p) - target) / counts.sum(), 0).astype(hidden.dtype)
-    d_hidden = jnp.dot(dz, weight, preferred_element_type=jnp.float32)
-    d_weight = jnp.dot(dz.T, hidden, preferred_element_type=jnp.float32)
-    return loss, d_hidden.astype(hidden.dtype), d_weight.astype(weight.dtype)
-
-
-@pytest.mark.nightly(keep=8)
-@pytest.mark.parametrize(("implementation", "backward"), STREAMED)
-@pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_bfloat16_gradients_are_as_accurate_as_materialised_float32_logits(
-    implementation: str, backward: Any, scale: float, smoothing: float
-) -> None:
-    p = make(0, 96, 64, 500, scale)
-    p.options = {"label_smoothing": smoothing}
-    p.arrays = {k: x.astype(ml_dtypes.bfloat16) for k, x in p.arrays.items()}
-    loss, gradients = library_results(p, implementation, backward, scratch_bytes=300_000)
-    want, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
-    hidden, weight = jnp.asarray(p.arrays["hidden"]), jnp.asarray(p.arrays["weight"])
-    plain_loss, *plain = _materialised(hidden, weight, p.labels, smoothing)
-    assert abs(float(loss) - want) <= max(1.5 * abs(float(plain_loss) - want), 1e-6 * want)
-    for name, baseline in zip(("hidden", "weight"), plain, strict=True):
-        assert gradients[name].dtype == jnp.bfloat16
-        assert relative_error(gradients[name], exact[name]) <= 1.5 * relative_error(baseline, exact[name]), name

@@ -124,12 +124,10 @@ def test_differentiating_it_is_an_error_that_says_what_to_do() -> None:
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 def test_an_h200s_program_takes_the_memory_of_one_micro_batch_and_the_sum(implementation: Any, backward: Any) -> None:
     """Beside one by differentiation there is no further array of the weight's size."""
-    mesh = h200.h200_mesh()
     shape = (65536, 2048)
-    given = [
-        h200.shaped(mesh, *x)
-        for x in (((4, 4096, 2048), jnp.bfloat16), (shape, jnp.bfloat16), ((4, 4096), jnp.int32), (shape, jnp.float32))
-    ]
+    given = h200.arrays(
+        ((4, 4096, 2048), jnp.bfloat16), (shape, jnp.bfloat16), ((4, 4096), jnp.int32), (shape, jnp.float32)
+    )
 
     def run(hidden: Any, weight: Any, labels: Any, total: Any) -> Any:
         def step(total: Any, batch: Any) -> Any:
@@ -146,7 +144,7 @@ def test_an_h200s_program_takes_the_memory_of_one_micro_batch_and_the_sum(implem
 
         return jax.value_and_grad(loss, (0, 1))(hidden, weight)
 
-    one = h200.shaped(mesh, (4096, 2048), jnp.bfloat16), given[1], h200.shaped(mesh, (4096,), jnp.int32)
+    one = h200.arrays(((4096, 2048), jnp.bfloat16), given[1], ((4096,), jnp.int32))
     memory = h200.compile_for_h200(run, *given, donate_argnums=3)[0].memory_analysis()
     of_one = h200.compile_for_h200(alone, *one)[0].memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * shape[0] * shape[1]

@@ -1,4 +1,4 @@
-"""`linear_top_k` against `lax.top_k` of stored logits: exact, in order, ties to the lowest id."""
+"""`linear_top_k` and its tournament of groups against `lax.top_k` of stored logits: exact, ties to the lowest id."""
 
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 from jax import lax
 
 from pallas_ce import linear_top_k
+from pallas_ce.streaming import selection
 from tests.pallas_ce import oracle
 from tests.pallas_ce.problems import make
-from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
+from tests.pallas_ce.streamed import assert_top_k, exact_head, stored_logits
 
 
 @hypothesis.given(data=st.data())
@@ -40,18 +41,8 @@ def test_equals_the_top_k_of_stored_logits(data: Any) -> None:
         )  # fmt: skip
         found = jax.tree.map(np.asarray, found)
     assert found.logits.dtype == found.log_probs.dtype == dtype
-    unit = np.finfo(dtype).eps
     z = stored_logits(**oracle.to64(arrays), **options)
-    ids = np.argsort(-z, axis=1, kind="stable")[:, :k]
-    logits = np.take_along_axis(z, ids, 1)
-    counts = np.ones((n, 1), bool) if mask is None else mask[:, None]
-    np.testing.assert_array_equal(found.ids, np.where(counts, ids, -1))
-    np.testing.assert_allclose(found.logits, np.where(counts, logits, 0), rtol=8 * unit)
-    tempered = z / np.reshape(temperature, (-1, 1))
-    with np.errstate(invalid="ignore"):
-        log_probs = np.take_along_axis(log_softmax(tempered), ids, 1)
-    log_probs = np.where(np.isneginf(logits), -np.inf, log_probs)
-    np.testing.assert_allclose(found.log_probs, np.where(counts, log_probs, 0), rtol=64 * unit, atol=16 * unit)
+    assert_top_k(found, z, k, temperature, mask, np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("k", [1, 64, 700])
@@ -64,3 +55,59 @@ def test_bfloat16_products_accumulate_in_float32(k: int) -> None:
     assert found.logits.dtype == found.log_probs.dtype == jnp.float32
     assert np.all(np.diff(found.logits, axis=1) <= 0)
     assert all(len(set(row)) == k for row in np.asarray(found.ids).tolist())
+
+
+RARE = [-np.inf, -0.0, 0.0, 1.0]
+
+
+def rows(seed: int, n: int, m: int, kinds: int) -> jax.Array:
+    """Rows with many equal entries where `kinds`, how many values they draw from, is small."""
+    source = np.random.default_rng(seed)
+    values = np.concatenate([RARE, source.normal(size=kinds)]).astype(np.float32)
+    return jnp.asarray(source.choice(values, size=(n, m)))
+
+
+def assert_largest(found: Any, values: jax.Array, k: int) -> None:
+    want, places = lax.top_k(values, k)
+    np.testing.assert_array_equal(found.places, places)
+    np.testing.assert_array_equal(found.values, want)
+
+
+@hypothesis.given(data=st.data())
+def test_equals_sorting_whole_rows(data: Any) -> None:
+    """Short rows count as long ones, so that several rounds are played."""
+    n, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 700))
+    k = data.draw(st.integers(1, min(m, 40)))
+    values = rows(data.draw(st.integers(0, 99)), n, m, data.draw(st.sampled_from([0, 3, 5000])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "_SHORT", data.draw(st.sampled_from([1, 16, 64])))
+        assert_largest(selection.largest(values, k), values, k)
+
+
+@pytest.mark.parametrize("k", [1, 3, 40])
+def test_nan_of_either_sign_comes_first_as_in_argmax(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lax.top_k` has a NaN with a minus sign come last, and XLA's maximum on a CPU passes over both."""
+    monkeypatch.setattr(selection, "_SHORT", 16)
+    values = np.array(rows(0, 5, 700, 50))
+    values[1, 600] = values[2, 13] = values[3, 699] = np.nan
+    values[2, 11] = values[3, 0] = values[4, 350] = -np.nan
+    values[2, 12] = np.inf
+    found = jax.jit(lambda values: selection.largest(values, k))(values)
+    assert_largest(found, jnp.where(np.isnan(values), np.nan, values), k)
+    np.testing.assert_array_equal(found.places[:, 0], jnp.argmax(values, axis=1))
+
+
+@pytest.mark.parametrize(("m", "size", "k"), [(64, 32, 5), (3, 32, 96), (700, 32, 64), (40, 1, 7)])
+def test_given_maxima_lead_to_the_same(m: int, size: int, k: int) -> None:
+    values = rows(m, 3, m * size, 50)
+    groups = values.reshape(3, m, size)
+    assert_largest(selection.largest_in_groups(groups, k, groups.max(axis=2)), values, k)
+
+
+def test_no_long_row_is_sorted() -> None:
+    """64 of 131072 in groups of 32 with known maxima: sorts see 512 numbers at most, and 64 groups are read."""
+    groups, maxima = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 4096, 32), (8, 4096)))
+    program = jax.make_jaxpr(lambda g, x: selection.largest_in_groups(g, 64, x))(groups, maxima)
+    sorted_lengths = [e.invars[0].aval.shape[1] for e in program.eqns if e.primitive.name in ("top_k", "sort")]
+    assert sorted_lengths
+    assert max(sorted_lengths) == 512

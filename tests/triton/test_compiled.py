@@ -234,13 +234,13 @@ def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -> None:
     """Down to machine code, by JAX's assembler; scratch is a result of the launch, so nothing is allocated in it."""
-    mesh, (n, v, h) = h200.h200_mesh(), (16384, 131072, 4096)
-    shapes = [((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((n,), jnp.int32)]
+    n, v, h = 16384, 131072, 4096
+    given = h200.arrays(((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((n,), jnp.int32))
 
     def loss(*arrays: Any) -> Any:
         return linear_cross_entropy(*arrays, backward=backward, implementation="triton")
 
-    program, _ = h200.compile_for_h200(jax.value_and_grad(loss, (0, 1)), *(h200.shaped(mesh, *x) for x in shapes))
+    program, _ = h200.compile_for_h200(jax.value_and_grad(loss, (0, 1)), *given)
     text = program.as_text()
     launches = [line for line in text.splitlines() if '"triton_kernel_call_ffi"' in line]
     assert launches
@@ -254,9 +254,9 @@ def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize("name", ["mapped", "scanned"])
 def test_gradients_stacked_by_a_loop_are_copied(name: str, backward: str) -> None:
-    loss, mesh = implemented("triton", backward), h200.h200_mesh()
+    loss = implemented("triton", backward)
     program = jax.value_and_grad(lambda *given: CALLS[name](loss, *given), (0, 1))
-    compiled, _ = h200.compile_for_h200(program, *(h200.shaped(mesh, x.shape, x.dtype) for x in operands()))
+    compiled, _ = h200.compile_for_h200(program, *h200.arrays(*operands()))
     assert not h200.slices_of_kernels(compiled)
 
 

@@ -1,8 +1,6 @@
 """What implementation="triton" does not serve, and what it tells."""
 
 import functools
-import importlib.util
-import re
 from typing import Any
 
 import jax
@@ -31,19 +29,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_without_a_gpu_is_told() -> None:
     with pytest.raises(ValueError, match="compiled for a CUDA device, and this process knows of none; use 'xla'"):
-        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **NAMED)
-
-
-def test_an_architecture_without_tiles_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding, "capability", lambda: 75)
-    with pytest.raises(ValueError, match=r"tiles for compute capability 8\.0, 8\.6, .* device is of 7\.5; use 'xla'"):
-        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **NAMED)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=re.escape("it needs the package triton: pip install 'triton>=3.6,<3.10'")):
         linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **NAMED)
 
 
@@ -96,7 +81,6 @@ def test_a_plan_stays_within_its_budget(vocabulary: int, rank: int, mode: Any) -
 @pytest.mark.parametrize("tokens", [1024, 8192, 32768])
 def test_the_forward_keeps_little_of_each_row(tokens: int, vocabulary: int) -> None:
     given = [((tokens, 4096), jnp.bfloat16), ((vocabulary, 4096), jnp.bfloat16), ((tokens,), jnp.int32)]
-    mesh = h200.h200_mesh()
     run = functools.partial(linear_cross_entropy, implementation="triton")
-    program, _ = h200.compile_for_h200(run, *(h200.shaped(mesh, *x) for x in given))
+    program, _ = h200.compile_for_h200(run, *h200.arrays(*given))
     assert program.memory_analysis().temp_size_in_bytes <= 40 * 2**20
