@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -34,9 +35,8 @@ def test_every_mesh_gives_the_losses_of_one_device(section: str, checks: int) ->
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_run_begun_on_one_mesh_goes_on_on_another(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").symlink_to(text)
-    out = _run("command", str(tmp_path))
+def test_a_run_begun_on_one_mesh_goes_on_on_another(arguments: Any, tmp_path: Path) -> None:
+    out = _run("command", str(tmp_path), *arguments(steps=8, batch_size=8, attention_heads=4))
     assert "passed" in out
     assert "mesh: data=2, tensor=2, sequence; 4 of 8 devices" in out
     assert "mesh: data=2, fsdp=2, tensor=2\n" in out

@@ -1,7 +1,6 @@
 """Result files: whole after each point, gone on with after an interruption, never mixed; and how they are written."""
 
 import argparse
-import json
 import math
 import re
 from pathlib import Path
@@ -82,11 +81,11 @@ def test_what_is_not_a_result_file_is_refused_and_left_alone(tmp_path: Path, con
 
 def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "found.json"
-    files.write_record(path, {"a": 1})
+    files.write_atomically(path, "1")
     monkeypatch.setattr(files.os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        files.write_record(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
+        files.write_atomically(path, "2")
+    assert path.read_text() == "1"
     assert [path.name for path in path.parent.iterdir()] == ["found.json"]
 
 
