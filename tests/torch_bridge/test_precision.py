@@ -11,7 +11,6 @@ from torch_bridge.api import checks
 CUDA = torch.device("cuda")
 # JAX refuses it where it lowers a product for a CPU.
 ELSEWHERE = "TF32_TF32_F32"
-refused = pytest.raises(ValueError, match="precision 'TF32_TF32_F32' is not supported by dot_general on CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -23,19 +22,14 @@ def _settings():
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("precision", [ELSEWHERE, jax.lax.DotAlgorithmPreset.TF32_TF32_F32])
-def test_products_have_the_precision_asked_for(name, precision):
-    with refused:
-        HEADS[name](*head(), precision=precision)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_without_one_pytorchs_settings_for_the_device_decide(name, monkeypatch):
+@pytest.mark.parametrize("precision", [ELSEWHERE, jax.lax.DotAlgorithmPreset.TF32_TF32_F32, None])
+def test_products_have_the_precision_asked_for_or_that_of_pytorchs_settings(name, precision, monkeypatch):
     given = []
-    monkeypatch.setattr(checks, "precision_of", lambda *arguments: given.append(arguments) or ELSEWHERE)
-    with refused:
-        HEADS[name](*head())
-    assert given == [(None, torch.device("cpu"))]
+    if precision is None:
+        monkeypatch.setattr(checks, "precision_of", lambda *arguments: given.append(arguments) or ELSEWHERE)
+    with pytest.raises(ValueError, match="precision 'TF32_TF32_F32' is not supported by dot_general on CPU"):
+        HEADS[name](*head(), **({} if precision is None else {"precision": precision}))
+    assert given == [(None, torch.device("cpu"))] * (precision is None)
 
 
 def both():
