@@ -106,7 +106,7 @@ PEERS = (
     Peer("torch.compile", "torch", "torch", _compiled),
     Peer("CCE", *_OF_CCE, _imported(_CCE, impl="cce", filter_eps="auto")),
     Peer("CCE, exact gradients", *_OF_CCE, _imported(_CCE, impl="cce", filter_eps=None)),
-    # Chunks of logits have so many times the memory of the hidden states.
+    # What chunks of logits may take, in units of the memory of the hidden states.
     Peer("Liger", *_OF_LIGER, _imported(_LIGER, chunk_mem_const=1)),
     Peer("Liger, C 16", *_OF_LIGER, _imported(_LIGER, chunk_mem_const=16)),
     Peer("Liger CuTe, stored logits", *_OF_CUTE, _imported(_LIGER_CUTE)),

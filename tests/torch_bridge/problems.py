@@ -60,10 +60,10 @@ def head(tokens=20, width=8, vocabulary=50):
     return hidden, weight, torch.randint(0, vocabulary, (tokens,))
 
 
-def value_and_gradients(function, *given, wanted=2):
-    """The value of a function, and its gradients by the first arguments."""
-    value = function(*given)
-    return value.detach(), *torch.autograd.grad(value, given[:wanted])
+def value_and_gradients(function, hidden, weight, *others):
+    """The value of a function, and its gradients by its first two arguments."""
+    value = function(hidden, weight, *others)
+    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
 
 
 def tensors(p, dtype):

@@ -15,6 +15,7 @@ import pallas_ce
 from pallas_ce import LowRank
 from torch_bridge import linear_distillation
 
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 N, H, TEACHERS, V, SCALE = 7, 6, 9, 31, 1.5
 SIZES: dict[str, tuple[int, ...]] = {
     "input": (N, H), "linear_weight": (V, H), "teacher_input": (N, TEACHERS), "teacher_weight": (V, TEACHERS),
@@ -44,7 +45,7 @@ def with_term(given: dict[str, Any], weight: str) -> dict[str, Any]:
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @hypothesis.given(
-    divergence=st.sampled_from(["forward_kl", "reverse_kl", "jsd"]),
+    divergence=st.sampled_from(DIVERGENCES),
     further=st.sets(st.sampled_from([*list(SIZES)[4:10], "term"])),
     reduction=st.sampled_from(["mean", "sum", "none"]),
     masks=st.sets(st.sampled_from(["target", "row_mask"])),
