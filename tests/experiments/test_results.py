@@ -79,16 +79,6 @@ def test_what_is_not_a_result_file_is_refused_and_left_alone(tmp_path: Path, con
     assert path.read_text() == content
 
 
-def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "folder" / "found.json"
-    files.write_atomically(path, "1")
-    monkeypatch.setattr(files.os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        files.write_atomically(path, "2")
-    assert path.read_text() == "1"
-    assert [path.name for path in path.parent.iterdir()] == ["found.json"]
-
-
 def test_published_files_are_as_the_writer_writes_them() -> None:
     """A program's samples on one line, so that a file has a line a program. Another package writes `check_device`'s."""
     for name, document in results.load(FOLDER).items():

@@ -110,7 +110,7 @@ def test_a_compiled_function_serves_every_temperature_that_is_a_number():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_functions_name_targets_outside_the_vocabulary_where_they_are_validated(backend):
     def validated(hidden, weight, target):
         return linear_cross_entropy(hidden, weight, target, validate_labels=True)
