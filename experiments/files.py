@@ -36,8 +36,3 @@ def as_json(value: Any, indent: int = 0) -> str:
 def _depth(value: Any) -> int:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if items is None else 1 + max(map(_depth, items), default=0)
-
-
-def write_record(path: Path, record: Any) -> None:
-    """Writes a result file in one step."""
-    write_atomically(path, as_json(record) + "\n")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from experiments.bench import check, report, results
+from experiments.bench import check, report, results, sections
 from experiments.bench.processes import apart
 
 MEASURING = (
@@ -74,7 +74,8 @@ def _measure(name: str, words: Sequence[str]) -> int:
     if options.dry_run:
         print("DRY RUN: sizes are shrunk; these are not the published measurements", file=sys.stderr)
         machine |= {results.DRY: True}
-    results.run(module.files(options), machine | {"rounds": options.rounds}, options)
+    files = module.files(options) if hasattr(module, "files") else sections.files(name, module.SECTIONS, options)
+    results.run(files, machine | {"rounds": options.rounds}, options)
     return 0
 
 

@@ -19,7 +19,7 @@ from experiments.bench.results import Record
 from experiments.bench.torch_timing import used_bytes
 from experiments.bench.trainings import Training, batches, load_text
 from experiments.lm.config import TrainConfig
-from experiments.lm.data.packing import Dataset, mean_loss
+from experiments.lm.data.packing import mean_loss
 from experiments.lm.data.tokenizer import END_OF_TEXT
 
 _LEARNING_RATE = 3e-4
@@ -41,7 +41,9 @@ def plain_training(config: TrainConfig, variant: str, device: str) -> Training:
 
     def loss(rows: np.ndarray) -> Any:
         tokens = torch.from_numpy(rows).long().to(device)
-        return model(input_ids=tokens, labels=_labels(tokens, dataset)).loss
+        labels = tokens.clone()  # each is compared with what the token before it predicts
+        labels[:, 1:][tokens[:, :-1] == dataset.end_of_text] = -100  # where a new document begins
+        return model(input_ids=tokens, labels=labels).loss
 
     def run() -> tuple[list[float], list[float]]:
         rows, losses = iter(batches(dataset, config)), []
@@ -61,7 +63,9 @@ def plain_training(config: TrainConfig, variant: str, device: str) -> Training:
         with torch.no_grad():
             return mean_loss(dataset, config.batch_size, loss)
 
-    return Training(run, lambda: _memory(device, variant, before), validate, sizes | _parameters(model))
+    return Training(
+        run, lambda: _memory(device, variant, before), validate, sizes | {"parameters": model.num_parameters()}
+    )
 
 
 def trl_training(config: TrainConfig, variant: str, device: str) -> Training:
@@ -119,18 +123,9 @@ def trl_training(config: TrainConfig, variant: str, device: str) -> Training:
     def validate() -> float:
         return float(trainer.evaluate()["eval_loss"])
 
-    return Training(run, lambda: _memory(device, variant, before), validate, sizes | _parameters(model))
-
-
-def _labels(rows: torch.Tensor, dataset: Dataset) -> torch.Tensor:
-    """The rows, -100 where a new document begins; the model compares each with what the token before it predicts."""
-    labels = rows.clone()
-    labels[:, 1:][rows[:, :-1] == dataset.end_of_text] = -100
-    return labels
-
-
-def _parameters(model: Any) -> Record:
-    return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    return Training(
+        run, lambda: _memory(device, variant, before), validate, sizes | {"parameters": model.num_parameters()}
+    )
 
 
 def _memory(device: str, variant: str, before: int) -> Record:

@@ -20,7 +20,6 @@ Everything is timed on the device, in one process, in turn, and reported as a ra
 `hidden·weightᵀ`, forward+backward to that and the two gradient products ("three products").
 """
 
-import argparse
 import functools
 import itertools
 from typing import Any
@@ -29,9 +28,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import sections, timing
+from experiments.bench import timing
 from experiments.bench.programs import Program, Shape, both, canonical, ignoring, ours
-from experiments.bench.results import ResultFile
 from experiments.bench.sections import Case, Serve
 from pallas_ce import LowRank, explain, linear_cross_entropy, linear_cross_entropy_and_gradients, linear_row_statistics
 from pallas_ce.backends.protocol import Backward, Implementation
@@ -207,7 +205,6 @@ _AMPERE_TILES = {"NARROW": dict.fromkeys(configs.NARROW, configs.NARROW[80]), "P
 _by_pointers = functools.partial(_measure_patched, configs, _AMPERE_TILES)
 _as_on_ampere = functools.partial(_measure_patched, binding, {"capability": lambda: 80})
 
-
 _by_triton = functools.partial(passes, name="triton")
 
 SECTIONS = {
@@ -229,8 +226,3 @@ SECTIONS = {
     "low_rank": [Case("low_rank", (8192, 131072, 4096), low_rank)],
     "microbatches": [Case("microbatches", (16384, 131072, 4096), microbatches)],
 }
-
-
-def files(options: argparse.Namespace) -> list[ResultFile]:
-    """A result file a section."""
-    return sections.files("gpu_head", SECTIONS, options)

@@ -12,16 +12,13 @@ forwards as a ratio to the product `hidden·weightᵀ`, forward+backward to that
 second that two reads and a write of the logits amount to (a forward: one read), as a share of what a copy reaches.
 """
 
-import argparse
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import sections
 from experiments.bench.programs import Program, Shape, both, of_logits
-from experiments.bench.results import ResultFile
 from experiments.bench.sections import Case, Serve
 from experiments.bench.timing import back_to_back, in_turn, temporary_mib
 from pallas_ce import cross_entropy, linear_log_probs, linear_top_k
@@ -59,10 +56,7 @@ COPIES: dict[str, Program] = {
 
 # Passes over the array in which the loss alone, and the loss with its gradient, are made: the statistics must be known
 # before the first entry of the gradient is, so that logits which no cache holds are read twice.
-_FORWARD_PASSES = 1
-_PASSES = 3
-_COPY_PASSES = 2
-
+_FORWARD_PASSES, _PASSES, _COPY_PASSES = 1, 3, 2
 _DONATED = "donated"
 
 
@@ -121,8 +115,3 @@ SECTIONS = {
     "top_k": [Case("top_k", _SHAPE, top_k)],
     "given": [Case("given", (8192, 131072, 1), of_stored, measure_stored)],
 }
-
-
-def files(options: argparse.Namespace) -> list[ResultFile]:
-    """A result file a section."""
-    return sections.files("gpu_losses", SECTIONS, options)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.bench import programs
@@ -68,26 +68,19 @@ LOSSES: dict[str, Program] = {mode: ours(None, backward=mode) for mode in ("in_f
 LOSSES["canonical"] = canonical
 
 
-def inputs(shape: Shape, layout: Layout, mesh: Mesh) -> tuple[jax.Array, ...]:
-    """The inputs of every benchmark of the head, made where they lie."""
-    n, v, h = shape
-    places = tuple(NamedSharding(mesh, spec) for spec in (layout.hidden, layout.weight, layout.hidden))
-    rows = n * mesh.size if layout.more_rows else n
-    made: tuple[jax.Array, ...] = jax.jit(lambda: programs.inputs(rows, v, h), out_shardings=places)()
-    return made
-
-
 def measure(gpus: int, shape: Shape, rounds: int) -> Record:
     """All layouts on that number of GPUs: of each loss its median milliseconds, all samples, and memory of one GPU."""
+    n, v, h = shape
     compiled: dict[tuple[str, str], Any] = {}
     data: dict[str, tuple[jax.Array, ...]] = {}
     for name, layout in LAYOUTS.items():
         devices = jax.devices()[: 1 if layout.alone else gpus]
         mesh = jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
-        data[name] = inputs(shape, layout, mesh)
-        places = NamedSharding(mesh, P()), tuple(array.sharding for array in data[name][:2])
+        hidden, weight, whole = (NamedSharding(mesh, spec) for spec in (layout.hidden, layout.weight, P()))
+        make = functools.partial(programs.inputs, n * mesh.size if layout.more_rows else n, v, h)
+        data[name] = jax.jit(make, out_shardings=(hidden, weight, hidden))()  # where they lie
         for loss_name, loss in LOSSES.items():
-            jitted = jax.jit(both(loss), out_shardings=places)
+            jitted = jax.jit(both(loss), out_shardings=(whole, (hidden, weight)))
             # One after the other: XLA chooses among cuBLAS's products by timing them.
             compiled[name, loss_name] = jitted.lower(*data[name]).compile()
     runs = {key: functools.partial(program, *data[key[0]]) for key, program in compiled.items()}
@@ -98,7 +91,7 @@ def measure(gpus: int, shape: Shape, rounds: int) -> Record:
         kinds = {"inputs": "argument", "outputs": "output", "temporary": "temp"}
         sizes = {f"{to}_mib": getattr(plan, f"{of}_size_in_bytes") / 2**20 for to, of in kinds.items()}
         found[name, key] = timed | {"loss": float(runs[name, key]()[0])} | sizes
-    return {**dict(zip("nvh", shape, strict=True)), "gpus": gpus, "results": with_ratios(found, gpus)}
+    return {"n": n, "v": v, "h": h, "gpus": gpus, "results": with_ratios(found, gpus)}
 
 
 def with_ratios(found: dict[tuple[str, str], Record], gpus: int) -> dict[str, Record]:

@@ -62,11 +62,6 @@ class Setting(NamedTuple):
 SETTINGS = (Setting(2048, 4, 8192), Setting(2048, 4, 32768), Setting(1024, 8, 1024))
 
 
-def dry(setting: Setting) -> Setting:
-    """The sizes that a dry run measures in place of these."""
-    return Setting(setting.width // 32, setting.layers, setting.tokens // 64, setting.vocabulary // 64, head_size=16)
-
-
 def model_of(setting: Setting, device: str) -> Any:
     """A `Qwen3ForCausalLM` of random bfloat16 weights, the same each time, in training mode."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -127,12 +122,6 @@ def train(folder: Path, setting: Setting, variant: str, device: str) -> Record:
     `first_step_seconds` has the patching in it, `driver_mib` is beyond what the device had in use before.
     """
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    with programs_kept(folder, anyway=True):
-        return trained(setting, variant, device)
-
-
-def trained(setting: Setting, variant: str, device: str) -> Record:
-    """`train`, by whatever caches are set."""
     before = used_bytes(device) if device == "cuda" else 0
     model, patch = model_of(setting, device), patch_of(variant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -147,21 +136,18 @@ def trained(setting: Setting, variant: str, device: str) -> Record:
         return loss.detach()
 
     synchronize()
-    started = time.perf_counter()
-    patch(model)
-    loss = step().item()
-    synchronize()
-    seconds = time.perf_counter() - started
+    with programs_kept(folder, anyway=True):
+        started = time.perf_counter()
+        patch(model)
+        loss = step().item()
+        synchronize()
+        seconds = time.perf_counter() - started
     gradient = torch.linalg.vector_norm(model.get_output_embeddings().weight.grad, dtype=torch.float32).item()
     samples = intervals(step, _WARM_STEPS + _STEPS, device)[_WARM_STEPS:]
     driver, _ = used_peaks(device, lambda: intervals(step, _STEPS_FOR_MEMORY, device))
     of_torch = torch.cuda.max_memory_allocated() if device == "cuda" else driver
-    first = {"loss": loss, "head_gradient": gradient, "first_step_seconds": seconds}
-    return first | {
-        "samples": samples,
-        "torch_peak_mib": of_torch / 2**20,
-        "driver_mib": (driver - before) / 2**20,
-    }
+    memory = {"torch_peak_mib": of_torch / 2**20, "driver_mib": (driver - before) / 2**20}
+    return {"loss": loss, "head_gradient": gradient, "first_step_seconds": seconds, "samples": samples, **memory}
 
 
 def idle_mib(device: str) -> float:
@@ -232,7 +218,8 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
     points = [Point("JAX idle", lambda: {"mib": apart(idle_mib, device)})]
     for setting in SETTINGS:
         name = f"H {setting.width}, {setting.layers} layers, {setting.tokens} tokens"
-        measured = dry(setting) if options.dry_run else setting
+        smaller = setting.width // 32, setting.layers, setting.tokens // 64, setting.vocabulary // 64, 16
+        measured = Setting(*smaller) if options.dry_run else setting
         points.append(Point(name, functools.partial(measure, measured, device, rounds)))
     facts = {"torch": torch.__version__, **versions(("transformers", "liger-kernel", "triton"))}
     return [ResultFile("huggingface_table", points, "huggingface_table", facts)]

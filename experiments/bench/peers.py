@@ -7,6 +7,7 @@ named by `--peers`, as need be where they cannot be installed beside each other,
 
 import argparse
 import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -69,23 +70,10 @@ def _compiled() -> Loss:
     return torch.compile(_stored(wide=True))
 
 
-def _cce(filter_eps: Any) -> Loss:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return functools.partial(linear_cross_entropy, impl="cce", filter_eps=filter_eps)
-
-
-def _liger(chunks: int) -> Loss:
-    """Its chunks of logits have `chunks` times the memory of the hidden states; by default once."""
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return functools.partial(liger_fused_linear_cross_entropy, chunk_mem_const=chunks)
-
-
-def _liger_cute_stored() -> Loss:
-    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90
-
-    return fused_linear_cross_entropy_sm90.liger_fused_linear_cross_entropy_sm90
+def _imported(path: str, **options: Any) -> Callable[[], Loss]:
+    """What imports a loss of that path, with options."""
+    module, _, name = path.rpartition(".")
+    return lambda: functools.partial(getattr(importlib.import_module(module), name), **options)
 
 
 def _liger_cute_streamed() -> Loss:
@@ -108,16 +96,21 @@ def _quack() -> Loss:
     return loss
 
 
+_OF_CCE, _CCE = ("cut_cross_entropy", "cut-cross-entropy"), "cut_cross_entropy.linear_cross_entropy"
+_OF_LIGER, _OF_CUTE = ("liger_kernel", "liger-kernel"), ("cutlass", "nvidia-cutlass-dsl")
+_LIGER = "liger_kernel.transformers.functional.liger_fused_linear_cross_entropy"
+_LIGER_CUTE = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90.liger_fused_linear_cross_entropy_sm90"
 PEERS = (
     Peer("torch, bfloat16 logits", "torch", "torch", lambda: _stored(wide=False)),
     Peer("torch, float32 logits", "torch", "torch", lambda: _stored(wide=True)),
     Peer("torch.compile", "torch", "torch", _compiled),
-    Peer("CCE", "cut_cross_entropy", "cut-cross-entropy", lambda: _cce("auto")),
-    Peer("CCE, exact gradients", "cut_cross_entropy", "cut-cross-entropy", lambda: _cce(None)),
-    Peer("Liger", "liger_kernel", "liger-kernel", lambda: _liger(1)),
-    Peer("Liger, C 16", "liger_kernel", "liger-kernel", lambda: _liger(16)),
-    Peer("Liger CuTe, stored logits", "cutlass", "nvidia-cutlass-dsl", _liger_cute_stored),
-    Peer("Liger CuTe, streamed", "cutlass", "nvidia-cutlass-dsl", _liger_cute_streamed),
+    Peer("CCE", *_OF_CCE, _imported(_CCE, impl="cce", filter_eps="auto")),
+    Peer("CCE, exact gradients", *_OF_CCE, _imported(_CCE, impl="cce", filter_eps=None)),
+    # What chunks of logits may take, in units of the memory of the hidden states.
+    Peer("Liger", *_OF_LIGER, _imported(_LIGER, chunk_mem_const=1)),
+    Peer("Liger, C 16", *_OF_LIGER, _imported(_LIGER, chunk_mem_const=16)),
+    Peer("Liger CuTe, stored logits", *_OF_CUTE, _imported(_LIGER_CUTE)),
+    Peer("Liger CuTe, streamed", *_OF_CUTE, _liger_cute_streamed),
     Peer("quack", "quack", "quack-kernels", _quack),
 )
 

@@ -45,23 +45,17 @@ def chunked(logits: Tensor, target: Tensor) -> Tensor:
     return torch.stack(parts).sum() / target.numel()
 
 
-def contender(name: str, head: nn.Linear, implementation: str | None) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """What the last stage has for a head, and its loss function."""
-    if name != "fused":
-        return head, stored_logits if name == "logits" else chunked
-    model = nn.Sequential(head)
-    return model, take_head(model, "0", implementation=implementation)
-
-
 def run_stage(name: str, shape: dict[str, int], device: str, implementation: str | None = None) -> None:
     """Forward of every microbatch, then backward of every one, as GPipe does it."""
     head = nn.Linear(shape["width"], shape["vocabulary"], bias=False, device=device, dtype=torch.bfloat16)
-    module, loss_fn = contender(name, head, implementation)
+    model = nn.Sequential(head)
+    losses: dict[str, Callable[..., Tensor]] = {"logits": stored_logits, "chunked": chunked}
+    loss_fn = losses.get(name) or take_head(model, "0", implementation=implementation)
     waiting = []
     for _ in range(shape["in_flight"]):
         hidden = torch.empty(1, shape["tokens"], shape["width"], device=device, dtype=torch.bfloat16).normal_()
         target = torch.zeros(1, shape["tokens"], device=device, dtype=torch.int64)
-        output = module(hidden.requires_grad_())
+        output = model(hidden.requires_grad_())
         # The schedule keeps the output until its microbatch's backward is over.
         waiting.append((output, loss_fn(output, target)))
     while waiting:

@@ -23,13 +23,12 @@ _OURS = {
     "pallas-ce, recompute": programs.RECOMPUTE,
     "stored logits (JAX)": programs.CANONICAL,
 }
-_PEERS = {
-    name: name
-    for name in (
+_PEERS = dict.fromkeys(
+    (
         *("torch, bfloat16 logits", "torch.compile", "CCE", "CCE, exact gradients", "Liger", "Liger, C 16"),
         *("Liger CuTe, stored logits", "Liger CuTe, streamed", "quack"),
     )
-}
+)
 
 _MADE = "% Made by `python -m experiments.bench site`."
 
@@ -52,12 +51,27 @@ def write(folder: Path) -> Iterator[Path]:
 
 def write_site(folder: Path) -> Iterator[Path]:
     """Writes the documentation's tables, and its figure for light and dark pages."""
-    documents = _loaded(folder)
+    documents = Complete(folder, _loaded(folder))
     for name, page in SITE.items():
         yield _written(DOCS / "generated" / f"{name}.md", page(documents))
     title = f"{documents['gpu_head_grid']['machine']['device']}, {ROWS} rows of width 4096, bfloat16"
     for theme in ("light", "dark"):  # narrow, so that a phone does not make the letters small
         yield chart(DOCS / "_static" / f"rivals-{theme}.svg", rival_panels(documents), title, theme, width=3.3)
+
+
+class Complete(dict[str, Record]):
+    """Result files, whose first one that is looked for in vain is named."""
+
+    def __init__(self, folder: Path, documents: dict[str, Record]) -> None:
+        super().__init__(documents)
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Record:
+        command = name.replace("gpu_head_", "gpu_head ")
+        raise ResultError(
+            f"{self._folder} has no {name}.json, which the documentation's pages show: "
+            f"run `python -m experiments.bench {command}` first"
+        )
 
 
 def _loaded(folder: Path) -> dict[str, Record]:
@@ -200,7 +214,7 @@ def lines(documents: Documents) -> tuple[dict[str, Line], dict[str, Line]]:
                 continue
             gradients = (point["n"] + point["v"]) * point["h"] * 2 / 2**20
             for shown, program in contenders.items():
-                if result := point["results"].get(program):
+                if result := point["results"].get(program or shown):
                     time[shown][point["v"]] = result["ratio"]
                     peak = result.get("peak_mib")
                     memory[shown][point["v"]] = result["temporary_mib"] + gradients if peak is None else peak

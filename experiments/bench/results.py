@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.files import write_record
+from experiments.files import as_json, write_atomically
 
 FOLDER = Path(__file__).parents[1] / "results"
 
@@ -127,7 +127,7 @@ def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -
                 failed.append(error)
             else:
                 document["points"][name] = record
-                write_record(path, document)
+                write_atomically(path, as_json(document) + "\n")
                 print(f"[{time.monotonic() - start:5.0f}s] {file.name} {name}: {_shown(record)}", flush=True)
             longest = max(longest, time.monotonic() - began)
     if left:

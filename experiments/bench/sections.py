@@ -15,7 +15,6 @@ _DRY_DIVISOR = 64
 # What result files say of how time was taken: by launches that follow each other (`timing`).
 CLOCK = {"clock": "launches"}
 
-
 # What serves in an implementation's place, or by default: XLA in a dry run.
 Serve = Callable[[Implementation | None], Implementation | None]
 

@@ -18,8 +18,6 @@ Points = Mapping[str, Mapping[str, Any]]
 
 TARGETS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["target"]
 _OURS = (FORWARD, IN_FORWARD, RECOMPUTE)
-
-
 _COLUMNS = {"figure": "{what}", "target": "{bound}", "measured": "{value:.4g}"}
 
 

@@ -175,18 +175,6 @@ _PASSES, _COPY_PASSES = 3, 2
 COPY = "copy"
 
 
-def losses_of_stored() -> dict[str, Callable[[Any, Any], Any]]:
-    """`(logits, labels) -> loss`, by name."""
-    ours = torch_bridge.cross_entropy
-    return {
-        "in place": functools.partial(ours, inplace_backward=True),
-        "kept": ours,
-        "torch": torch.nn.functional.cross_entropy,
-        "selective": lambda logits, labels: torch_bridge.selective_log_softmax(logits, labels).mean(),
-        "torch selective": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels[:, None]).mean(),
-    }
-
-
 def stored_losses(shape: tuple[int, int, int], device: str, rounds: int) -> Record:
     """Losses and gradients of bfloat16 logits `[N, V]`: their `share` of a copy's bandwidth, for three passes."""
     n, v, _ = shape
@@ -202,8 +190,15 @@ def stored_losses(shape: tuple[int, int, int], device: str, rounds: int) -> Reco
         with torch.no_grad():
             return target.copy_(stored)
 
+    losses: dict[str, Callable[[Any, Any], Any]] = {
+        "in place": functools.partial(torch_bridge.cross_entropy, inplace_backward=True),
+        "kept": torch_bridge.cross_entropy,
+        "torch": torch.nn.functional.cross_entropy,
+        "selective": lambda logits, labels: torch_bridge.selective_log_softmax(logits, labels).mean(),
+        "torch selective": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels[:, None]).mean(),
+    }
     runs: dict[str, Callable[[], Any]] = {COPY: copied}
-    runs |= {name: functools.partial(differentiated, loss) for name, loss in losses_of_stored().items()}
+    runs |= {name: functools.partial(differentiated, loss) for name, loss in losses.items()}
     peaks = {name: peak_bytes(run) / 2**20 for name, run in runs.items() if name != COPY and device == "cuda"}
     found = timing.in_turn(runs, functools.partial(timing.per_launch, wait=synchronize), rounds)
     for name, result in found.items():
@@ -225,7 +220,6 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
         "done": ([_FEW_ROWS], functools.partial(compared, rounds=rounds, other="torch", clock=alone)),
         "memory": ([_USUAL], memory),
     }
-
     points = [
         Point(f"given {n}x{v}", functools.partial(stored_losses, sized((n, v, h), options), device, rounds))
         for n, v, h in _STORED

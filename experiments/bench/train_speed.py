@@ -83,8 +83,8 @@ def measure(config: TrainConfig, rounds: int) -> Record:
         with tempfile.TemporaryDirectory() as folder:  # the first finds no program kept, the second the first's
             start = {when: apart(_start, config, head, folder, **environment) for when in ("before", "after")}
         loop, step = found[head, "loop"], found[head, "step"]
-        results[head] = {"loop": loop, "step": step, "ratio": step["ms"] / loop["ms"], "start": start}
-        results[head]["tokens_per_second"] = 1e3 * tokens / loop["ms"]
+        speeds = {"ratio": step["ms"] / loop["ms"], "tokens_per_second": 1e3 * tokens / loop["ms"]}
+        results[head] = {"loop": loop, "step": step, "start": start, **speeds}
     rates = found["canonical", "loop"]["ms"] / found["fused", "loop"]["ms"]
     return {"steps": config.steps - WARM_UP, "results": results, "fused_to_canonical": rates}
 

@@ -53,14 +53,14 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
         if lacking := [module for module in modules if importlib.util.find_spec(module) is None]:
             print(f"{family} is left out: {lacking[0]} is not installed", file=sys.stderr)
             del found[family]
-    pairs = [(family, variant) for family in found for variant in FAMILIES[family]]
-    given = {(family, variant): (family, found[family], variant, options.device) for family, variant in pairs}
-    points = [Point(", ".join(pair), functools.partial(apart, trainings.train, *given[pair])) for pair in pairs]
-    points += [
-        Point(", ".join(pair) + LARGEST, functools.partial(trainings.largest, *given[pair]))
-        for pair in pairs
-        if pair[0] != "TRL"
-    ]
+    given = {
+        f"{family}, {variant}": (family, config, variant, options.device)
+        for family, config in found.items()
+        for variant in FAMILIES[family]
+    }
+    points = [Point(name, functools.partial(apart, trainings.train, *pair)) for name, pair in given.items()]
+    batches = {name + LARGEST: pair for name, pair in given.items() if pair[0] != "TRL"}
+    points += [Point(name, functools.partial(trainings.largest, *pair)) for name, pair in batches.items()]
     return [ResultFile(NAME, points, NAME, versions(("torch", "transformers", "trl", "datasets")))]
 
 

@@ -5,12 +5,13 @@ it have been launched. Only validations, checkpoints and the end of the warm-up 
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from tqdm import tqdm
 
 from experiments.lm.config import TrainConfig, UsageError
 from experiments.lm.data import packing
-from experiments.lm.data.ahead import made_ahead
 from experiments.lm.data.packing import Dataset
 from experiments.lm.model.optimizer import learning_rate_schedule
 from experiments.lm.model.program import Params, Program, StepNumbers, TrainState
@@ -43,6 +43,24 @@ _KEPT = 2
 
 class RunError(Exception):
     """The training failed after a valid start."""
+
+
+def made_ahead[Item](make: Callable[[int], Item], numbers: range, count: int) -> Generator[Item]:
+    """`make(number)` for each number in order, up to `count` made on one thread before they are asked for.
+
+    What `make` raises comes in place of its item. Close it if it is not used up (`contextlib.closing`).
+    """
+    with concurrent.futures.ThreadPoolExecutor(1, "ahead") as thread:
+        waiting = collections.deque(thread.submit(make, number) for number in numbers[:count])
+        try:
+            for number in numbers[count:]:
+                item = waiting.popleft().result()
+                waiting.append(thread.submit(make, number))
+                yield item
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -208,15 +226,9 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             raise RunError(f"the loss became {loss} at step {step}; lower --learning-rate, or resume before it")
         self._pause_clock()
-        self.log.write(
-            "train",
-            self.program.head,
-            step,
-            loss=loss,
-            gradient_norm=gradient_norm,
-            learning_rate=float(self._learning_rates[step - 1]),
-            seconds=round(self._seconds, 4),
-        )
+        rate, seconds = float(self._learning_rates[step - 1]), round(self._seconds, 4)
+        numbers_of_step = {"loss": loss, "gradient_norm": gradient_norm, "learning_rate": rate, "seconds": seconds}
+        self.log.write("train", self.program.head, step, **numbers_of_step)
         speed, peak = self._tokens_per_second(step), as_text(peak_bytes())
         shown = {} if math.isnan(speed) else {"tokens/s": f"{speed:,.0f}"}
         bar.set_postfix({"loss": f"{loss:.3f}", **shown, "peak": peak}, refresh=False)

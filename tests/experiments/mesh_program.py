@@ -90,13 +90,7 @@ def others() -> Iterator[str]:
 
 def command() -> Iterator[str]:
     """The command itself: a run begun on one mesh goes on on another, and equals one device's."""
-    folder = Path(sys.argv[2])
-    options = [
-        *("--data", str(folder / "text"), "--cache-dir", str(folder), "--vocab-size", "300"),
-        *("--validation-fraction", "0.1", "--width", "16", "--layers", "1", "--attention-heads", "4"),
-        *("--mlp-width", "32", "--steps", "8", "--sequence-length", "16", "--batch-size", "8"),
-        *("--learning-rate", "0.01", "--validate-every", "5", "--checkpoint-every", "5"),
-    ]
+    folder, options = Path(sys.argv[2]), sys.argv[3:]
     one, parts = folder / "one", folder / "parts"
     assert main([*options, "--out", str(one)]) == 0
     with mock.patch.object(loop, "stop_requests", return_value=contextlib.nullcontext(lambda step: step == 3)):

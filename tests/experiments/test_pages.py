@@ -6,7 +6,7 @@ import pytest
 
 from experiments.bench import paper_table, report, targets, training_evidence
 from experiments.bench.__main__ import main
-from experiments.bench.results import FOLDER, load
+from experiments.bench.results import FOLDER, ResultError, load
 
 DOCUMENTS = load(FOLDER)
 
@@ -28,3 +28,11 @@ def test_a_page_of_no_results_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 def test_every_target_is_of_a_file_and_of_numbers_that_are_there() -> None:
     documents = {**DOCUMENTS, "fastest": targets.fastest(DOCUMENTS)}
     assert [row["what"] for t in targets.TARGETS if "value" not in (row := targets.judged(t, documents))] == []
+
+
+def test_the_site_names_the_result_file_that_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cpu_head.json").write_text((FOLDER / "cpu_head.json").read_text())
+    assert main(["site", "--folder", str(tmp_path)]) == 2
+    assert f"{tmp_path} has no pipeline_memory.json" in capsys.readouterr().err
+    with pytest.raises(ResultError, match=r"run `python -m experiments\.bench gpu_head compile` first"):
+        report.adopting_page(report.Complete(tmp_path, {}))

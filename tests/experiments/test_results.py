@@ -1,7 +1,6 @@
 """Result files: whole after each point, gone on with after an interruption, never mixed; and how they are written."""
 
 import argparse
-import json
 import math
 import re
 from pathlib import Path
@@ -78,16 +77,6 @@ def test_what_is_not_a_result_file_is_refused_and_left_alone(tmp_path: Path, con
     with pytest.raises(ResultError, match=re.compile(r"is not a result file: .*move it away", re.DOTALL)):
         measured(tmp_path, {"a": RECORD})
     assert path.read_text() == content
-
-
-def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "folder" / "found.json"
-    files.write_record(path, {"a": 1})
-    monkeypatch.setattr(files.os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        files.write_record(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [path.name for path in path.parent.iterdir()] == ["found.json"]
 
 
 def test_published_files_are_as_the_writer_writes_them() -> None:

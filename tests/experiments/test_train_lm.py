@@ -14,11 +14,11 @@ import pytest
 
 from experiments.lm import config as configs
 from experiments.lm import loop
-from experiments.lm.config import TrainConfig, UsageError, default_config, merge, read_toml, to_toml
+from experiments.lm.config import OF_LOSS, OPTIONS, TrainConfig, UsageError, default_config, merge, read_toml, to_toml
 from experiments.lm.loop import Trainer
 from experiments.lm.records import curve, differences, read_records
 from experiments.train_lm import main
-from pallas_ce import LossConfig
+from pallas_ce import LossConfig, loss_names
 
 Train = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,11 @@ def losses(run: Path, head: str = "fused", kind: str = "train") -> dict[int, flo
     return curve(list(read_records(run / "metrics.jsonl")), kind, head)
 
 
+def falls(of_steps: dict[int, float]) -> bool:
+    values = list(of_steps.values())
+    return bool(np.mean(values[-3:]) < np.mean(values[:3]) - 0.5)
+
+
 def test_both_heads_agree_and_everything_is_reported_and_written(train: Train, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished = train(head="both", out=run)
@@ -37,8 +42,7 @@ def test_both_heads_agree_and_everything_is_reported_and_written(train: Train, t
     assert list(differences(records)) == list(range(1, 13))
     assert max(differences(records).values()) <= 1e-4
     for head in ("fused", "canonical"):
-        values = list(losses(run, head).values())
-        assert np.mean(values[-3:]) < np.mean(values[:3]) - 0.5
+        assert falls(losses(run, head))
         assert sorted(losses(run, head, "validation")) == [5, 10, 12]
     summary = records[-1]
     for words in (
@@ -119,29 +123,40 @@ def test_shipped_configurations_are_valid_on_every_backend(path: Path, backend: 
 
 
 @pytest.mark.parametrize(
-    ("flags", "changes", "sentence"),
+    ("flags", "changes", "words"),
     [
-        (["--stpes", "3"], {}, "unrecognized arguments: --stpes 3"),
-        ([], {"steps": "ten"}, "argument --steps: invalid int value: 'ten'"),
-        (["--config", "none.toml"], {}, "none.toml cannot be read"),
-        ([], {"steps": 0}, "steps is 0; it must be at least 1"),
-        ([], {"learning_rate": "nan"}, "learning_rate is nan; it must be at least 0"),
-        ([], {"attention_heads": 16}, "attention_heads is 16, and width 16 is no multiple of its double"),
-        ([], {"head": "magic"}, "argument --head: invalid choice: 'magic'"),
-        ([], {"head": "both", "z_loss_weight": 1}, "leave loss_fn, z_loss_weight"),
-        ([], {"implementation": "magic"}, "this configuration cannot be trained: implementation"),
-        ([], {"data": "none.txt"}, "none.txt does not exist"),
-        ([], {"vocab_size": 50_000}, "vocab_size is 50000, but the text supports only"),
-        ([], {"sequence_length": 100_000}, "too few for one batch of 4 rows of 100000 tokens"),
-        (["--resume"], {}, "there is no run to resume in"),
+        (["--stpes", "3"], {}, ["unrecognized arguments: --stpes 3"]),
+        ([], {"steps": "ten"}, ["argument --steps: invalid int value: 'ten'"]),
+        (["--config", "none.toml"], {}, ["none.toml cannot be read"]),
+        ([], {"steps": 0}, ["steps is 0; it must be at least 1"]),
+        ([], {"learning_rate": "nan"}, ["learning_rate is nan; it must be at least 0"]),
+        ([], {"attention_heads": 16}, ["attention_heads is 16, and width 16 is no multiple of its double"]),
+        ([], {"head": "magic"}, ["argument --head: invalid choice: 'magic'"]),
+        ([], {"implementation": "magic"}, ["this configuration cannot be trained: implementation"]),
+        ([], {"data": "none.txt"}, ["none.txt does not exist"]),
+        ([], {"vocab_size": 50_000}, ["vocab_size is 50000, but the text supports only"]),
+        ([], {"sequence_length": 100_000}, ["too few for one batch of 4 rows of 100000 tokens"]),
+        (["--resume"], {}, ["there is no run to resume in"]),
+        *(
+            ([], {"mesh": mesh}, ["write for instance data=2,tensor=2", "each axis once"])
+            for mesh in ("model=2", "data=2,,tensor=2", "data", "data=two", "tensor=0", "data=2,data=2")
+        ),
+        ([], {"mesh": "data=2,sequence"}, ["sequence splits tokens over the tensor axis", "at least 2"]),
+        ([], {"mesh": "data=2,tensor=2"}, ["of 4 devices, but there are 1", "data=1"]),
+        ([], {"mesh": "data=3"}, ["batch_size is 4", "data=3", "3 or 6 would"]),
+        ([], {"mesh": "data=2,fsdp=3"}, ["batch_size is 4", "data·fsdp=6", "; 6 would"]),
+        ([], {"mesh": "fsdp=3", "batch_size": 6}, ["width is 16", "fsdp=3", "15 or 18 would"]),
+        ([], {"mesh": "tensor=4"}, ["attention_heads is 2", "tensor=4", "; 4 would"]),
+        ([], {"mesh": "tensor=2", "mlp_width": 33}, ["mlp_width is 33", "tensor=2", "32 or 34 would"]),
+        ([], {"mesh": "tensor=2,sequence", "sequence_length": 15}, ["sequence_length is 15", "14 or 16 would"]),
     ],
 )
 def test_what_makes_no_sense_is_named_and_nothing_is_written(
-    train: Train, tmp_path: Path, flags: list[str], changes: dict[str, object], sentence: str
+    train: Train, tmp_path: Path, flags: list[str], changes: dict[str, object], words: list[str]
 ) -> None:
     finished = train(*flags, **{"out": tmp_path / "run", **changes})
     assert finished.code == 2
-    assert sentence in finished.err
+    assert all(word in finished.err for word in (*words, "error: ")), finished.err
     assert "Traceback" not in finished.out + finished.err
     assert not (tmp_path / "run").exists()
 
@@ -155,6 +170,11 @@ def test_what_makes_no_sense_is_named_and_nothing_is_written(
         ({"learning_rate": "x"}, "must be of type float"),
         ({"dtype": "float16"}, "dtype is 'float16'; it must be one of float32, bfloat16"),
         ({"seed": 2**31}, "seed is 2147483648; it must be at least 0 and at most 2147483647"),
+        *(
+            ({"head": head, name: value}, f"head is '{head}', which trains the plain cross entropy")
+            for head in ("both", "canonical")
+            for name, value in [("loss_fn", "cross_entropy"), *zip(OF_LOSS[2:], (0.1, 0.1, 9.0), strict=True)]
+        ),
     ],
 )
 def test_values_of_a_file_are_checked(values: dict[str, object], words: str) -> None:
@@ -219,3 +239,32 @@ def test_the_command_works_as_a_process_of_its_own(flags: list[str], code: int) 
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == code
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.nightly
+def test_the_reference_recipe_trains(train: Train, tmp_path: Path) -> None:
+    """Muon, chunked cross entropy and z-loss together, from the file that ships."""
+    recipe, run = next(path for path in SHIPPED if path.stem == "muon_chunked_z_loss"), tmp_path / "run"
+    finished = train("--config", str(recipe), out=run, steps=30)
+    assert finished.code == 0, finished.err
+    assert falls(losses(run, "logits"))
+    stored = LossConfig.from_toml(run / "config.toml")
+    assert stored == LossConfig.from_toml(recipe) == LossConfig("chunked_cross_entropy", 4096, 1e-4)
+    assert train("--resume", out=run, steps=30).code == 0
+
+
+@pytest.mark.nightly
+def test_every_loss_trains_alike_and_validates_without_its_regularisers(train: Train, tmp_path: Path) -> None:
+    runs = {}
+    for name, head in (("fused_linear_cross_entropy", "fused"), ("cross_entropy", "logits")):
+        assert train(out=tmp_path / name, loss_fn=name, z_loss_weight=1e-2, label_smoothing=0.1).code == 0
+        runs[head] = [list(losses(tmp_path / name, head, kind).values()) for kind in ("train", "validation")]
+    for fused, logits in zip(*runs.values(), strict=True):
+        np.testing.assert_allclose(fused, logits, atol=1e-4)
+    trained, validation = runs["fused"]
+    assert validation[-1] < trained[-1] - 0.1  # at a log-sum-exp of 5 or more the z part alone is 0.25
+
+
+def test_the_choices_of_the_command_are_the_losses_that_the_library_has_registered() -> None:
+    assert set(OPTIONS["loss_fn"].metadata["choices"]) <= set(loss_names())
+    assert set(OF_LOSS) == set(LossConfig.__dataclass_fields__)

@@ -41,16 +41,15 @@ def einsum(transposed, **options):
 @pytest.mark.parametrize(
     ("source", "axis"),
     [
-        (nnx.Param(WEIGHT), 1),
-        (nnx.Param(WEIGHT.T), 0),
-        (WEIGHT, 1),
-        (np.asarray(WEIGHT.T), 0),
-        (KerasVariable(WEIGHT), 1),
-        (OwnEinsum(), 1),
-        (OwnEinsum("BTD,DV->BTV"), None),
+        pytest.param(nnx.Param(WEIGHT), 1, id="param"),
+        pytest.param(nnx.Param(WEIGHT.T), 0, id="transposed"),
+        pytest.param(WEIGHT, 1, id="array"),
+        pytest.param(np.asarray(WEIGHT.T), 0, id="numpy"),
+        pytest.param(KerasVariable(WEIGHT), 1, id="keras"),
+        pytest.param(OwnEinsum(), 1, id="module"),
+        pytest.param(OwnEinsum("BTD,DV->BTV"), None, id="with its equation"),
     ],
-    ids=["param", "transposed", "array", "numpy", "keras", "module", "with its equation"],
-)  # fmt: skip
+)
 def test_a_parameter_or_layer_is_its_weight(source, axis, hidden, labels):
     head = LossHead.of(source, vocab_axis=axis)
     want = mean_cross_entropy(stored_logits(hidden, WEIGHT), labels)
@@ -59,9 +58,12 @@ def test_a_parameter_or_layer_is_its_weight(source, axis, hidden, labels):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_an_einsum_tells_which_axis_and_has_its_bias(transposed, hidden):
+def test_an_einsum_tells_which_axis_and_has_its_bias_or_is_given_one(transposed, hidden):
     layer = einsum(transposed, bias_shape=(VOCAB,), bias_init=jax.nn.initializers.normal(0.5))
     assert_close(LossHead.of(layer).logits(hidden), layer(hidden), rtol=1e-4, atol=1e-5)
+    plain = einsum(transposed)
+    head = LossHead.of(plain, use_bias=True, bias_init=jax.nn.initializers.ones, rngs=nnx.Rngs(1))
+    assert_close(head.logits(hidden), plain(hidden) + 1, rtol=1e-4, atol=1e-5)
 
 
 def test_an_array_is_differentiated_where_it_is_one_of_the_arguments(hidden, labels):
@@ -75,12 +77,6 @@ def test_a_variable_of_another_library_is_read_in_every_call(hidden, labels):
     assert not jax.tree.leaves(nnx.state(head))
     variable.value = jnp.zeros_like(WEIGHT)
     assert_close(head(hidden, labels), jnp.log(VOCAB))
-
-
-def test_a_layer_without_bias_may_be_given_one(hidden):
-    layer = einsum(False)
-    head = LossHead.of(layer, use_bias=True, bias_init=jax.nn.initializers.ones, rngs=nnx.Rngs(1))
-    assert_close(head.logits(hidden), layer(hidden) + 1, rtol=1e-4, atol=1e-5)
 
 
 def adapted(layer, name):
@@ -110,19 +106,15 @@ def test_an_adapter_of_qwix_is_served_and_trained_alone(made, name, hidden, labe
         LossHead.of(layer, lora_scale=2.0, lora_rank=2, rngs=nnx.Rngs(0))
 
 
-def test_an_adapter_that_came_after_the_head_is_not_served_with_another_scale(hidden, labels):
-    layer = einsum(False)
+def test_adapters_that_came_after_the_head_or_beside_another_are_refused(hidden, labels):
+    layer, two = einsum(False), nnx.LoRALinear(FEATURES, VOCAB, lora_rank=RANK, rngs=nnx.Rngs(0))
     head = LossHead.of(layer)
     adapted(layer, "kernel")
     with pytest.raises(ValueError, match=r"adapted the layer after the head: make it anew by LossHead\.of"):
         head(hidden, labels)
-
-
-def test_a_layer_with_two_kinds_of_adapter_is_refused():
-    layer = nnx.LoRALinear(FEATURES, VOCAB, lora_rank=RANK, rngs=nnx.Rngs(0))
-    adapted(layer, "kernel")
+    adapted(two, "kernel")
     with pytest.raises(ValueError, match="LoRALinear with two adapters"):
-        LossHead.of(layer, lora_scale=1.0)
+        LossHead.of(two, lora_scale=1.0)
 
 
 @struct.dataclass

@@ -1,4 +1,4 @@
-"""The site's API reference has every public name, and no other."""
+"""Pages: the API reference has every public name and no other, and what a page names is there."""
 
 import importlib
 import re
@@ -37,3 +37,12 @@ def test_every_page_is_reached_from_the_first():
 
 def test_the_readme_is_short():
     assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 110
+
+
+def test_the_page_of_faults_names_tests_that_exist_and_every_test_of_a_fault():
+    root = DOCS.parent
+    named = set(re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / "robustness.md").read_text()))
+    files = {file for file, _ in named} | {str(x.relative_to(root)) for x in root.glob("tests/*/test_faults.py")}
+    tests = {(file, name) for file in files for name in re.findall(r"^def (test_\w+)", (root / file).read_text(), re.M)}
+    assert named - tests == set()
+    assert {(file, name) for file, name in tests if file.endswith("/test_faults.py")} - named == set()

@@ -1,4 +1,4 @@
-"""The Python examples of the README and of each page run, in order, as a reader would type them.
+"""Examples run: each page's Python blocks, in order, as a reader would type them, and the scripts in `examples`.
 
 A block whose first line is `# raises ErrorType: words` must raise that error, with these words in its message.
 """
@@ -6,30 +6,39 @@ A block whose first line is `# raises ErrorType: words` must raise that error, w
 import builtins
 import importlib.util
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from check_installs import python_blocks
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+# Other tests run their blocks: the first needs a model and a dataset.
+OTHERS = {"docs/huggingface.md", "docs/coming_from.md"}
 PAGES = {
-    page.relative_to(ROOT).as_posix(): blocks
+    name: blocks
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    if (blocks := python_blocks(page.read_text()))
+    if (name := page.relative_to(ROOT).as_posix()) not in OTHERS and (blocks := python_blocks(page.read_text()))
 }
-PAGES.pop("docs/huggingface.md", None)  # needs a model and a dataset: tests/torch_bridge has its test
+_, *PARTS = (ROOT / "docs" / "coming_from.md").read_text().split("\n## ")
+SECTIONS = [(part.split("\n### ")[0], section) for part in PARTS for section in part.split("\n### ")[1:]]
+FRAMEWORKS = {"torch", "torch_bridge", "optax", "flax", "jax.numpy"}
 
 
-def is_missing(block):
-    """Whether the block imports a package that this environment lacks; what follows on its page builds on it."""
-    imported = re.findall(r"^(?:import|from) (torch|transformers)\b", block, re.MULTILINE)
-    return any(importlib.util.find_spec(package) is None for package in imported)
+def missing(text, packages=r"\w+"):
+    """Packages that the text imports and this environment lacks."""
+    imported = set(re.findall(rf"^(?:import|from(?= [\w.]+ import)) ({packages})\b", text, re.MULTILINE))
+    return sorted(name for name in imported if importlib.util.find_spec(name) is None)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page):
-    blocks = list(itertools.takewhile(lambda block: not is_missing(block), PAGES[page]))
+    """Up to the first of a package that is not there: what follows builds on it."""
+    blocks = list(itertools.takewhile(lambda block: not missing(block, "torch|transformers"), PAGES[page]))
     if not blocks:
         pytest.skip("the first example needs a package that is not installed")
     namespace = {"__name__": "example"}
@@ -40,3 +49,35 @@ def test_the_examples_of_a_page_run(page):
                 exec(code, namespace)
         else:
             exec(code, namespace)
+
+
+@pytest.mark.parametrize(("start", "section"), [pytest.param(*x, id=x[1].split("\n")[0]) for x in SECTIONS])
+def test_a_section_of_coming_from_runs_with_its_own_framework_alone(monkeypatch, start, section):
+    """With its part's first block."""
+    if lacking := missing(start + section):
+        pytest.skip(f"needs {', '.join(lacking)}")
+    own = {"torch", "torch_bridge"} if start.startswith("In PyTorch") else {"jax.numpy"}
+    for other in FRAMEWORKS - own - set(section.split()[:1]):
+        monkeypatch.setitem(sys.modules, other, None)  # an import of it fails
+    namespace = {}
+    for block in python_blocks(start + section):
+        exec(block, namespace)
+
+
+def test_the_page_of_the_scripts_names_each():
+    page = (ROOT / "examples" / "README.md").read_text()
+    assert re.findall(r"^\| \[(\w+\.py)\]\(\1\) \|", page, re.MULTILINE) == [path.name for path in SCRIPTS]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", SCRIPTS, ids=[path.stem for path in SCRIPTS])
+def test_a_script_runs_and_what_it_asserts_holds(path):
+    """In a process of its own, as its users start it."""
+    text = path.read_text()
+    if lacking := missing(text):
+        pytest.skip(f"needs {', '.join(lacking)}")
+    assert re.search(r"^ +(np\.testing\.assert_|torch\.testing\.assert_|assert )", text, re.MULTILINE)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("XLA_FLAGS", None)  # the tests' flags are for small programs that run once
+    ended = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -5,7 +5,7 @@ import contextlib
 import torch
 import transformers as hf
 
-from tests.torch_bridge.products import Products
+from tests.torch_bridge.problems import Products
 
 VOCABULARY = 99
 SIZES = {

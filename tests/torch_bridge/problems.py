@@ -1,12 +1,14 @@
-"""What tests of the bridge share: random heads, the library's drawn problems as tensors, a count of compilations."""
+"""What tests of the bridge share: random heads, the library's drawn problems as tensors, and what a call computes."""
 
 import contextlib
 import functools
+import re
 from unittest import mock
 
 import jax
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pallas_ce import LowRank
 from tests.pallas_ce.oracle import LOW_RANK_SCALE
@@ -19,7 +21,10 @@ from torch_bridge import (
     selective_log_softmax,
     vocab_parallel_cross_entropy,
 )
+from torch_bridge.autograd import NAMESPACE
 from torch_bridge.materialized import kernels
+
+MODES = ["in_forward", "recompute"]
 
 
 def _module(hidden, weight, target, **options):
@@ -94,6 +99,21 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(listener)
 
 
+def products_of(operation, call):
+    """Shapes of the results of all products in the forward that a call compiles, and in its backwards."""
+    operation._known.clear()
+    call()
+    (program,) = operation._known.values()
+    flat = program.structs()
+    runs = [(program.forward, range(len(program.signature.arrays)))]
+    runs += [(backward.run, backward.reads) for backward in program._backwards.values()]
+    found = []
+    for run, reads in runs:
+        lines = [x for x in run.lower(*(flat[i] for i in reads)).as_text().splitlines() if "dot_general" in x]
+        found.append([tuple(map(int, re.findall(r"(\d+)x", line.rpartition("tensor<")[2]))) for line in lines])
+    return found
+
+
 def as_on_a_gpu(chosen=True):
     """Stored logits are served as a GPU's kernels do, by XLA, where that is chosen."""
 
@@ -102,3 +122,37 @@ def as_on_a_gpu(chosen=True):
         return kernels.Kernels(spec, "xla") if by_row and logits.dtype != torch.float64 else None
 
     return mock.patch.object(kernels, "serving", serving) if chosen else contextlib.nullcontext()
+
+
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+
+
+class Products(TorchDispatchMode):
+    """Counts while it is entered, and not paused.
+
+    Attributes:
+        bridged: names of the bridge's operators that were called.
+        wide: shapes of the operands of products that have an axis of `vocabulary`.
+    """
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.vocabulary, self.bridged, self.wide, self._paused = vocabulary, [], [], False
+
+    @contextlib.contextmanager
+    def paused(self):
+        """For what needs logits: generation."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not self._paused:
+            shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
+            if function.namespace == NAMESPACE:
+                self.bridged.append(function.name().removeprefix(f"{NAMESPACE}::"))
+            elif function.overloadpacket in _PRODUCTS and any(self.vocabulary in shape for shape in shapes):
+                self.wide.append(shapes)
+        return function(*args, **(kwargs or {}))

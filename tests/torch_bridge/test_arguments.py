@@ -8,6 +8,7 @@ from pallas_ce import LowRank
 from torch_bridge import (
     cross_entropy,
     linear_cross_entropy,
+    linear_distillation,
     linear_log_probs,
     selective_log_softmax,
     vocab_parallel_cross_entropy,
@@ -17,6 +18,7 @@ from torch_bridge import (
 IDS = torch.zeros(3, dtype=torch.int64)
 HEAD = {"input": torch.ones(3, 4), "linear_weight": torch.ones(7, 4), "target": IDS}
 NARROW = {"input": torch.ones(3, 4).bfloat16(), "linear_weight": torch.ones(7, 4).bfloat16()}
+TWO = HEAD | {"target": None, "teacher_input": torch.ones(3, 5), "teacher_weight": torch.ones(7, 5)}
 PART = {**HEAD, "vocab_start": 0, "vocab_size": 30}
 LOGITS = {"logits": torch.zeros(3, 7), "target": IDS}
 SELECTED = {"logits": torch.zeros(3, 7), "index": IDS}
@@ -87,6 +89,18 @@ MISTAKES = [
         (ValueError, r"temperature has shape \(2,\).*leading shape \(3,\)", {"temperature": torch.ones(2)}),
         (TypeError, "temperature has dtype torch.int64", {"temperature": torch.ones(3).long()}),
         (TypeError, "temperature is a ndarray; it must be a number or a torch.Tensor", {"temperature": np.ones(3)}),
+        (TypeError, "support has dtype torch.float32; it must hold integers", {"support": torch.ones(3, 2)}),
+        (ValueError, r"support has shape \(3,\); it must be \(3,\) with K >= 1 ids behind", {"support": IDS}),
+    ]),
+    (linear_distillation, TWO, [
+        (ValueError, "7 vocabulary entries and teacher_weight 8", {"teacher_weight": torch.ones(8, 5)}),
+        (ValueError, r"teacher_weight has shape \(7,\); it must be \[V, H_t\]", {"teacher_weight": torch.ones(7)}),
+        (ValueError, r"teacher_input has shape \(3, 4\); it must be \(3, 5\)", {"teacher_input": torch.ones(3, 4)}),
+        (ValueError, r"teacher_bias has shape \(3,\); it must be \(7,\)", {"teacher_bias": torch.ones(3)}),
+        (TypeError, "row_mask has dtype torch.float32; it must be bool", {"row_mask": torch.ones(3)}),
+        (ValueError, "divergence='kl' is unknown; choose from 'forward_kl'", {"divergence": "kl"}),
+        (ValueError, "implementation='triton' does not serve distillation yet", {"implementation": "triton"}),
+        (ValueError, "reduction='max'", {"reduction": "max"}),
     ]),
     (cross_entropy, LOGITS, [
         (ValueError, r"target has shape \(2,\); it must be", {"target": IDS[:2]}),

@@ -10,8 +10,8 @@ import pallas_ce
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import make, problems
-from tests.torch_bridge.problems import bridged, tensors
-from torch_bridge import cross_entropy, linear_cross_entropy, linear_row_statistics
+from tests.torch_bridge.problems import LINEAR, MODES, bridged, tensors
+from torch_bridge import cross_entropy, linear_cross_entropy, linear_log_probs, linear_row_statistics
 
 WAYS = [("xla", "recompute"), ("xla", "in_forward"), (None, "auto")]
 
@@ -32,16 +32,17 @@ def assert_agrees(p, way, bound=1e-5, floor=3e-6, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("stored", [False, True])
-def test_with_pytorchs_options_it_is_pytorchs_cross_entropy(stored, reduction):
+def test_with_pytorchs_options_it_is_pytorchs_cross_entropy(reduction):
     p = make(2, 30, 9, 70)
     hidden, weight = (x.detach() for x in tensors(p, torch.float32).values())
     target, by_class = torch.tensor(p.labels).long(), torch.linspace(0, 2, 70)
     options = {"reduction": reduction, "label_smoothing": 0.1}
     want = torch.nn.functional.cross_entropy(hidden @ weight.T, target, weight=by_class, **options)
-    given = (hidden @ weight.T, target) if stored else (hidden, weight, target)
-    function = cross_entropy if stored else linear_cross_entropy
-    torch.testing.assert_close(function(*given, class_weights=by_class, **options), want)
+    for found in (
+        linear_cross_entropy(hidden, weight, target, class_weights=by_class, **options),
+        cross_entropy(hidden @ weight.T, target, class_weights=by_class, **options),
+    ):
+        torch.testing.assert_close(found, want)
 
 
 @pytest.mark.parametrize(("way", "by_token"), [*((way, False) for way in WAYS), (WAYS[0], True), (WAYS[2], True)])
@@ -61,15 +62,46 @@ def test_float64_is_computed_in_float64():
         assert_agrees(p, WAYS[2], 1e-12, 1e-14, torch.float64)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_leading_axes_and_no_tokens_at_all(way):
-    weight, hidden = torch.randn(11, 4, requires_grad=True), torch.randn(0, 3, 4, requires_grad=True)
-    target = torch.zeros(0, 3, dtype=torch.int64)
-    loss = linear_cross_entropy(hidden, weight, target, implementation=way[0], backward=way[1])
-    loss.backward()
-    assert loss == 0
-    assert hidden.grad.shape == (0, 3, 4)
-    assert not weight.grad.any()
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("leading", [(), (0,), (2, 3), (2, 0)])
+def test_any_leading_shape_and_no_tokens_at_all(name, leading):
+    """Of equal logits, whose log-probabilities are equal."""
+    hidden, weight = torch.ones((*leading, 3), requires_grad=True), torch.zeros(5, 3, requires_grad=True)
+    value = LINEAR[name](hidden, weight, torch.zeros(leading, dtype=torch.int64))
+    value.backward()
+    mean, count = name in MODES, hidden[..., 0].numel()
+    expected = (count > 0 if mean else -count if name == "log_probs" else count) * torch.tensor(5.0).log()
+    torch.testing.assert_close(value.detach(), expected)
+    assert hidden.grad.shape == hidden.shape
+    assert weight.grad.any() == (count > 0)
+
+
+def weighted(hidden, weight, target, token_weights, **options):
+    return linear_cross_entropy(hidden, weight, target, token_weights=token_weights, z_loss=0.1, **options)
+
+
+def policy(hidden, weight, target, token_weights, **options):
+    found = linear_log_probs(hidden, weight, target, return_entropy=True, **options)
+    return found.log_probs.sum() + found.entropy.sin().sum()
+
+
+@pytest.mark.parametrize("leading", [(7,), (3, 5), (2, 1)])
+@pytest.mark.parametrize("shift", [1, 2])
+@pytest.mark.parametrize("function", [weighted, policy])
+def test_a_shift_is_the_loss_of_slices(function, leading, shift):
+    torch.manual_seed(len(leading))
+    hidden, weight = (torch.randn(*rows, 8, requires_grad=True) for rows in (leading, (30,)))
+    target = torch.randint(-3, 34, (*leading, *((2,) if function is policy else ())))  # some lie outside
+    token_weights = torch.rand(leading, requires_grad=True)
+    kept, along = max(leading[-1] - shift, 0), len(leading) - 1
+    sliced = [x.narrow(along, leading[-1] - kept, kept) for x in (target, token_weights)]
+    values = (
+        function(hidden, weight, target, token_weights, shift=shift),
+        function(hidden.narrow(along, 0, kept), weight, *sliced),
+    )
+    differentiated = [hidden, weight, *([token_weights] if function is weighted else [])]
+    got, want = ([x.detach(), *torch.autograd.grad(x, differentiated)] for x in values)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(
@@ -93,21 +125,27 @@ def test_metrics_are_those_of_the_library_and_carry_no_gradient():
         np.testing.assert_allclose(got.numpy(), exact, rtol=1e-6)
 
 
-def test_a_loss_written_in_torch_on_the_statistics_trains():
+@pytest.mark.parametrize("kind", ["number", "rows"])
+def test_a_loss_written_in_torch_on_the_statistics_trains(kind):
+    """With several targets, a temperature and a mask."""
     p = make(7, 30, 9, 70)
-    labels = torch.tensor(p.labels).long().clamp(min=0)
-    mask = torch.tensor(p.labels) >= 0
+    first, mask = torch.tensor(p.labels).long().clamp(min=0), torch.tensor(p.labels) >= 0
+    labels, temperature = torch.stack([first, first.roll(1)], 1), 0.5 if kind == "number" else torch.rand(30) + 0.5
 
-    def focal(log_prob, entropy):
-        return (-((1 - log_prob.exp()) ** 2) * log_prob - 0.1 * entropy)[mask].sum()
+    def focal(log_prob, entropy, lse):
+        return (-((1 - log_prob.exp()) ** 2) * log_prob).sum() - 0.1 * (entropy * lse).sum()
 
     arrays, exact = tensors(p, torch.float32), tensors(p, torch.float64)
-    names = ("argmax", "log_prob", "entropy", "max_logit")
-    row = linear_row_statistics(arrays["hidden"], arrays["weight"], labels, statistics=names, row_mask=mask)
-    log_p = torch.log_softmax(exact["hidden"] @ exact["weight"].T, dim=1)
-    want = focal(log_p[torch.arange(30), labels], -(log_p.exp() * log_p).sum(1))
-    got = focal(row.log_prob, row.entropy)
-    assert torch.equal(row.argmax[mask].long(), log_p.argmax(1)[mask])
+    row = linear_row_statistics(
+        arrays["hidden"], arrays["weight"], labels, statistics=("argmax", "log_prob", "entropy", "lse"),
+        row_mask=mask, temperature=temperature,
+    )  # fmt: skip
+    z = (exact["hidden"] @ exact["weight"].T)[mask]
+    z = z / (temperature if kind == "number" else temperature[mask, None])
+    log_p = torch.log_softmax(z, dim=1)
+    want = focal(log_p.gather(1, labels[mask]), -(log_p.exp() * log_p).sum(1), z.logsumexp(1))
+    got = focal(row.log_prob[mask], row.entropy[mask], row.lse[mask])
+    assert torch.equal(row.argmax[mask].long(), log_p.argmax(1))
     assert not row.argmax[~mask].any()
-    assert row.lse is None
-    assert_close(gradients(got, arrays), gradients(want, exact), 1e-5, floor=3e-6)
+    assert row.max_logit is None
+    assert_close((got.item(), gradients(got, arrays)), (want.item(), gradients(want, exact)), 1e-5, floor=3e-6)

@@ -55,22 +55,16 @@ def test_a_tensor_of_every_dtype_that_pytorch_has_arrives_bit_by_bit_or_is_refus
         assert np.asarray(array).tobytes() == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_keys_of_random_numbers_are_refused_with_what_to_pass_for_them():
-    key = jax.random.key(0)
-    with pytest.raises(TypeError, match=r"seed has dtype key<fry>.*pass jax\.random\.key_data\(seed\)"):
-        to_torch(key, "seed")
-    assert to_torch(jax.random.key_data(key)).dtype == torch.uint32
-
-
-@pytest.mark.parametrize("shape", [(), (4, 5)])
-def test_a_tensor_and_its_array_share_memory_both_ways(shape):
-    tensor = torch.ones(shape)
+@pytest.mark.parametrize("shape", [(), (4, 5), (0,), (0, 4), (4, 0)])
+def test_a_tensor_and_its_array_share_memory_both_ways_without_gradients(shape):
+    tensor = torch.ones(shape, requires_grad=True)
     array = to_jax(tensor)
-    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
-    assert array.shape == shape
     back = to_torch(array)
-    assert back.data_ptr() == tensor.data_ptr()
+    assert not back.requires_grad
+    assert array.shape == back.shape == shape
     assert torch.equal(back, tensor)
+    if tensor.numel():
+        assert array.unsafe_buffer_pointer() == tensor.data_ptr() == back.data_ptr()
 
 
 def views():
@@ -95,37 +89,22 @@ def test_views_that_cannot_be_shared_arrive_with_their_values(name):
     assert array.unsafe_buffer_pointer() % 64 == 0
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
-def test_tensors_without_elements_pass_both_ways(shape):
-    assert to_jax(torch.empty(shape)).shape == to_torch(jnp.empty(shape)).shape == shape
-
-
-def test_a_tensor_that_requires_gradients_passes_detached():
-    tensor = torch.ones(3, requires_grad=True)
-    assert to_jax(tensor * 2).tolist() == [2.0, 2.0, 2.0]
-    assert not to_torch(to_jax(tensor)).requires_grad
-
-
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("convert", "given", "message"),
     [
-        (torch.ones(2, dtype=torch.int64), "x has dtype int64.*narrow"),
-        (torch.ones(2, dtype=torch.float64), "x has dtype float64.*narrow"),
-        (torch.ones(2, 2).to_sparse(), r"\bx\b"),
-        (torch.ones(2, device="meta"), r"\bx\b"),
-        (np.ones(2), "x is a ndarray"),
+        (to_jax, torch.ones(2, dtype=torch.int64), "x has dtype int64.*narrow"),
+        (to_jax, torch.ones(2, dtype=torch.float64), "x has dtype float64.*narrow"),
+        (to_jax, torch.ones(2, 2).to_sparse(), r"\bx\b"),
+        (to_jax, torch.ones(2, device="meta"), r"\bx\b"),
+        (to_jax, np.ones(2), "x is a ndarray"),
+        (to_torch, np.ones(2), "x is a ndarray"),
+        (to_torch, jax.random.key(0), r"x has dtype key<fry>.*pass jax\.random\.key_data\(x\)"),
+        (lambda given, name: jax.make_jaxpr(to_torch)(given), jnp.ones(2), "traced by JAX"),
     ],
 )
-def test_what_jax_would_narrow_or_has_no_dense_memory_is_refused_by_name(given, message):
+def test_what_would_be_narrowed_or_has_no_memory_to_share_is_refused_by_name(convert, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        to_jax(given, "x")
-
-
-def test_what_is_no_computed_array_is_refused():
-    with pytest.raises(TypeError, match="y is a ndarray"):
-        to_torch(np.ones(2), "y")
-    with pytest.raises(TypeError, match="traced by JAX"):
-        jax.make_jaxpr(to_torch)(jnp.ones(2))
+        convert(given, "x")
 
 
 def test_tensors_on_different_devices_are_refused_by_name():

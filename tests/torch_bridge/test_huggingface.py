@@ -1,6 +1,5 @@
 """Patched Hugging Face models: the same losses and gradients without logits. All are tiny and randomly initialised."""
 
-import warnings
 from unittest import mock
 
 import pytest
@@ -9,7 +8,7 @@ import transformers as hf
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.torch_bridge.models import MODELS, SIZES, VOCABULARY, batch, check_step, make, relative, step
-from tests.torch_bridge.products import Products
+from tests.torch_bridge.problems import Products
 from torch_bridge import patch_causal_lm
 from torch_bridge.integrations import patched
 
@@ -98,10 +97,11 @@ class Subclass(hf.LlamaForCausalLM):
     """A user's own, for which transformers names no loss."""
 
 
-def test_a_subclass_trains_alike():
-    model = make()
-    model.__class__ = Subclass
-    check_steps(model, {})
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_subclass_and_tied_embeddings_train_alike(tied):
+    model = make(tie_word_embeddings=tied)
+    model.__class__ = hf.LlamaForCausalLM if tied else Subclass
+    assert ("lm_head.weight" in check_steps(model, {})) is not tied
 
 
 def test_a_patched_model_compiles_without_graph_breaks():
@@ -110,10 +110,6 @@ def test_a_patched_model_compiles_without_graph_breaks():
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend="aot_eager")
     check_step(model, want, num_items_in_batch=torch.tensor(17))
-
-
-def test_tied_embeddings_train_as_one_parameter():
-    assert "lm_head.weight" not in check_steps(make(tie_word_embeddings=True), {})
 
 
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
@@ -201,13 +197,6 @@ def test_losses_of_routers_are_added(name):
     assert model(**batch(), output_router_logits=False).loss < want.loss
 
 
-def test_another_ignore_index_is_heeded():
-    model, given = make(), batch()
-    given["labels"] = given["labels"].where(given["labels"] != -100, 7)
-    want = model(**given, ignore_index=7).loss
-    torch.testing.assert_close(patch_causal_lm(model)(**given, ignore_index=7).loss, want)
-
-
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
     head = mock.Mock(wraps=patched.linear_cross_entropy)
     monkeypatch.setattr(patched, "linear_cross_entropy", head)
@@ -220,12 +209,18 @@ def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
     assert (hidden.data_ptr(), hidden.shape, labels.shape) == (pointers[0], (3, 9, 16), (3, 9))
 
 
-def test_label_smoothing_is_that_of_trainers_label_smoother():
+def test_label_smoothing_is_that_of_trainers_label_smoother_and_another_ignore_index_is_heeded():
     model, given = make(), batch()
+    given["labels"] = given["labels"].where(given["labels"] != -100, 7)
     out = model(input_ids=given["input_ids"])
-    want = LabelSmoother(epsilon=0.1)(out, given["labels"], shift_labels=True)
-    got = patch_causal_lm(model, label_smoothing=0.1)(**given).loss
-    assert abs(got.item() - want.item()) <= 1e-5 * want.item()
+    want = LabelSmoother(epsilon=0.1, ignore_index=7)(out, given["labels"], shift_labels=True)
+    torch.testing.assert_close(patch_causal_lm(model, label_smoothing=0.1)(**given, ignore_index=7).loss, want)
+
+
+def arguments(folder, **options):
+    return hf.TrainingArguments(
+        output_dir=str(folder), report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", seed=0, **options
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
@@ -237,12 +232,11 @@ def test_steps_of_trainer_agree(tmp_path, steps):
         text["labels"][: i % 5] = -100
     losses = []
     for model in (make(), patch_causal_lm(make())):
-        arguments = hf.TrainingArguments(
-            output_dir=str(tmp_path / str(len(losses))), max_steps=steps, per_device_train_batch_size=4,
-            gradient_accumulation_steps=2, learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to=[],
-            use_cpu=True, seed=0, disable_tqdm=True, eval_strategy="no",
+        how = arguments(
+            tmp_path / str(len(losses)), max_steps=steps, per_device_train_batch_size=4,
+            gradient_accumulation_steps=2, learning_rate=3e-3, logging_steps=1,
         )  # fmt: skip
-        trainer = hf.Trainer(model, arguments, train_dataset=texts, eval_dataset=texts)
+        trainer = hf.Trainer(model, how, train_dataset=texts, eval_dataset=texts)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         losses[-1].append(trainer.evaluate()["eval_loss"])
@@ -253,35 +247,15 @@ def test_steps_of_trainer_agree(tmp_path, steps):
     torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
 
 
-@pytest.mark.nightly
-def test_workers_that_are_no_forks_are_not_warned_of(tmp_path):
-    model = patch_causal_lm(make())
-    model(**batch())  # JAX has started
-    texts = [{"input_ids": list(range(9)), "labels": list(range(9))}] * 4
-    arguments = hf.TrainingArguments(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=1, save_strategy="no",
-        dataloader_num_workers=1, dataloader_multiprocessing_context="forkserver",
-    )  # fmt: skip
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        assert hf.Trainer(model, arguments, train_dataset=texts).train().training_loss > 0
-    assert not any("os.fork" in str(x.message) for x in found)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("skip_logits", [False, True])
 def test_trainer_evaluates_without_products_of_the_vocabulary_where_it_is_told(tmp_path, skip_logits):
     texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(3, VOCABULARY, (4, 12))]
-    arguments = hf.TrainingArguments(
-        output_dir=str(tmp_path), per_device_eval_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
-        prediction_loss_only=True,
-    )  # fmt: skip
-    plain = hf.Trainer(make(), arguments, eval_dataset=texts).evaluate()["eval_loss"]
-    trainer = hf.Trainer(patch_causal_lm(make(), skip_logits=skip_logits), arguments, eval_dataset=texts)
+    how = arguments(tmp_path, per_device_eval_batch_size=2, prediction_loss_only=True)
+    plain = hf.Trainer(make(), how, eval_dataset=texts).evaluate()["eval_loss"]
+    trainer = hf.Trainer(patch_causal_lm(make(), skip_logits=skip_logits), how, eval_dataset=texts)
     with Products(VOCABULARY) as products:
         losses = [trainer.evaluate()["eval_loss"], trainer.predict(texts).metrics["test_loss"]]
     assert losses == pytest.approx([plain, plain], rel=1e-5)
-    assert (set(products.bridged), not products.wide) == (
-        {"linear_cross_entropy"} if skip_logits else set(),
-        skip_logits,
-    )
+    bridged = {"linear_cross_entropy"} if skip_logits else set()
+    assert (set(products.bridged), not products.wide) == (bridged, skip_logits)

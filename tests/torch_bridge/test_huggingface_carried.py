@@ -89,30 +89,25 @@ def test_after_the_unwrapping_that_is_advised_a_model_is_patched_as_before_and_c
 
 
 def test_a_forward_that_takes_the_patched_ones_place_is_warned_of_by_name():
-    """As `use_liger_kernel=True` of Trainer does it."""
+    """As `use_liger_kernel=True` of Trainer does it; one that wraps it is not."""
 
     def lce_forward(self, *args, **kwargs):
         return hf.LlamaForCausalLM.forward(self, *args, **kwargs)
 
     model = patch_causal_lm(make(), label_smoothing=0.1)
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM was replaced by .*lce_forward.*label_smoothing.*liger"):
-        model.forward = types.MethodType(lce_forward, model)
-    with pytest.raises(ValueError, match="wrapped after patching"):
-        unpatch_causal_lm(model)
-
-
-def test_a_forward_that_wraps_the_patched_one_is_not_warned_of():
-    model = patch_causal_lm(make())
     theirs = model.forward
-
-    @functools.wraps(theirs)
-    def wrapped(*args, **kwargs):
-        return theirs(*args, **kwargs)
-
+    wrapped = functools.wraps(theirs)(lambda *args, **kwargs: theirs(*args, **kwargs))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.forward = wrapped
         del model.forward
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM was replaced by .*lce_forward.*label_smoothing.*liger"):
+        model.forward = types.MethodType(lce_forward, model)
+    with pytest.raises(ValueError, match="wrapped after patching"):
+        unpatch_causal_lm(model)
+    del model.forward
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         unpatch_causal_lm(model).forward = print
 
 

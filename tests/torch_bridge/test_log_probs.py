@@ -12,8 +12,8 @@ import pallas_ce
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import statistics_problems
-from tests.torch_bridge.problems import bridged, head, tensors
-from torch_bridge import linear_log_probs, linear_row_statistics
+from tests.torch_bridge.problems import bridged, tensors
+from torch_bridge import linear_log_probs
 
 LOG_5 = 1.6094379
 ALL = {"return_entropy": True, "return_sum_sq_probs": True, "return_hit": True}
@@ -82,44 +82,3 @@ def test_a_support_means_what_it_does_in_jax(shift):
     got = torch.autograd.grad(weighted(found.entropy, found.log_probs, found.in_support, torch.where), (hidden, weight))
     for x, y in zip(got, needed, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("support", "error", "message"),
-    [
-        (torch.ones(2, 3), TypeError, "support has dtype torch.float32; it must hold integers"),
-        (
-            torch.ones(2, dtype=int),
-            ValueError,
-            r"support has shape \(2,\); it must be \(2,\) with K >= 1 ids behind it",
-        ),
-    ],
-)
-def test_a_support_of_another_kind_is_refused(support, error, message):
-    with pytest.raises(error, match=message):
-        linear_log_probs(torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 1]), support=support)
-
-
-@pytest.mark.parametrize("leading", [(), (0,), (2, 3), (2, 0)])
-@pytest.mark.parametrize("targets", [(), (3,)])
-def test_any_leading_shape(leading, targets):
-    hidden = torch.ones((*leading, 3), requires_grad=True)
-    target, temperature = torch.zeros((*leading, *targets), dtype=torch.int64), torch.full(leading, 2.0)
-    found = linear_log_probs(hidden, torch.zeros(5, 3), target, temperature=temperature, return_entropy=True)
-    torch.testing.assert_close(found.log_probs.detach(), torch.full(target.shape, -LOG_5))
-    torch.testing.assert_close(found.entropy.detach(), torch.full(leading, LOG_5))
-    (found.log_probs.sum() + found.entropy.sum()).backward()
-    assert hidden.grad.shape == hidden.shape
-
-
-def test_row_statistics_take_several_targets_and_temperatures_too():
-    hidden, weight, target = head()
-    targets, temperature = torch.stack([target, target.roll(1), target], 1), torch.rand(20) + 0.5
-    names = ("log_prob", "lse", "entropy")
-    row = linear_row_statistics(hidden, weight, targets, statistics=names, temperature=temperature)
-    z = hidden @ weight.T
-    log_p = torch.log_softmax(z / temperature[:, None], 1)
-    torch.testing.assert_close(row.log_prob, log_p.gather(1, targets))
-    torch.testing.assert_close(row.lse, torch.logsumexp(z / temperature[:, None], 1))
-    by_number = linear_row_statistics(hidden, weight, targets, statistics=names, temperature=0.5)
-    torch.testing.assert_close(by_number.lse, torch.logsumexp(2 * z, 1))

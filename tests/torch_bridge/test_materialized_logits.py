@@ -63,15 +63,13 @@ def close(got, want, unit, terms):
     assert (got.double() - want).norm() <= 1.05 * rounding + 64 * unit * want.norm() + 8 * unit * terms
 
 
-@hypothesis.settings(max_examples=80)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(data=st.data())
 def test_loss_and_gradients_match_float64_for_any_options(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    shape, size = (
-        data.draw(st.sampled_from([(4, 2), (3, 7), (1,), (2, 1, 3)])),
-        data.draw(st.sampled_from([19, 16, 400])),
-    )
+    shape = data.draw(st.sampled_from([(4, 2), (3, 7), (1,), (2, 1, 3)]))
+    size = data.draw(st.sampled_from([19, 16, 400]))
     spare = data.draw(st.sampled_from([0, 1]))  # positions that are cut off: a view of the logits, which is not copied
     scale, seed = data.draw(st.sampled_from([4.0, 0.1])), data.draw(st.integers(0, 99))
     leaf, target = problem(dtype, (*shape[:-1], shape[-1] + spare), size, scale, seed)
@@ -236,5 +234,4 @@ def test_no_factor_of_0_hides_a_nan(options, reduction):
     assert loss.flatten()[0].isnan()
     assert gradient[0].isnan().all()
     assert loss.flatten()[1:].isfinite().all()
-    if reduction != "mean":
-        assert gradient[1].isfinite().all()
+    assert reduction == "mean" or gradient[1].isfinite().all()

@@ -64,11 +64,14 @@ def told(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", memory.SHARING)
-def test_the_pools_of_other_settings_are_left_alone(name, told):
-    for other in (memory.SHARING | {name: "other"}, {k: v for k, v in memory.SHARING.items() if k != name}):
-        memory.keep_pool(0, other)
+def test_cuda_is_told_to_keep_the_pool_of_the_settings_that_were_made_and_no_other(told):
+    for name in memory.SHARING:
+        for other in (memory.SHARING | {name: "other"}, {k: v for k, v in memory.SHARING.items() if k != name}):
+            memory.keep_pool(0, other)
     assert not told
+    memory.keep_pool(1, memory.SHARING)
+    ((pool, attribute, value),) = told
+    assert (pool, attribute.name, int(value)) == ("pool of 1", "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD", 2**64 - 1)
 
 
 def test_a_pool_that_is_not_kept_is_warned_of(told, monkeypatch):
@@ -90,9 +93,3 @@ def test_everything_promised_is_there_and_nothing_else():
     assert set(torch_bridge.__all__) < set(dir(torch_bridge))
     with pytest.raises(AttributeError, match="no attribute 'linear'"):
         _ = torch_bridge.linear
-
-
-def test_cuda_is_told_to_keep_the_pool_of_the_settings_that_were_made(told):
-    memory.keep_pool(1, memory.SHARING)
-    ((pool, attribute, value),) = told
-    assert (pool, attribute.name, int(value)) == ("pool of 1", "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD", 2**64 - 1)

@@ -53,6 +53,10 @@ def test_unknown_options_and_layers_without_a_weight_are_refused():
         LinearCrossEntropyLoss(8, 30, softcap=3.0)
     with pytest.raises(TypeError, match="Dropout has no parameter"):
         PipelineFusedLoss(nn.Dropout())
+    layer = nn.Linear(4, 9)
+    layer.base_layer = nn.Linear(4, 9)
+    with pytest.raises(TypeError, match=r"Linear is a layer with an adapter.*LowRank"):
+        LinearCrossEntropyLoss.shared_with(layer)
 
 
 def test_taking_the_head_moves_its_use_and_not_its_parameters():

@@ -64,34 +64,23 @@ def test_adapters_train_as_by_peft_without_logits_whichever_comes_first(patched,
             optimizer.step()
 
 
-def test_a_head_that_is_saved_counts_where_its_adapter_is_active():
-    model = patched_after(ELSEWHERE | {"modules_to_save": ["lm_head"]})
-    with torch.no_grad():
-        model.get_base_model().lm_head.modules_to_save["default"].weight.zero_()
-    got = model(**batch()).loss
-    torch.testing.assert_close(got, torch.tensor(float(VOCABULARY)).log())
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_head_that_is_saved_or_its_adapter_counts_where_it_is_active(saved):
+    options = ELSEWHERE | {"modules_to_save": ["lm_head"]} if saved else ON_HEAD
+    model, plain = patched_after(options), make()(**batch()).loss
     with model.disable_adapter():
-        torch.testing.assert_close(model(**batch()).loss, make().train()(**batch()).loss)
-
-
-def test_an_adapter_of_the_head_counts_where_it_is_active():
-    model = patched_after(ON_HEAD)
-    plain = make().train()
+        torch.testing.assert_close(model(**batch()).loss, plain)
+    loss = model(**batch()).loss
+    if saved:
+        with torch.no_grad():
+            model.get_base_model().lm_head.modules_to_save["default"].weight.zero_()
+        torch.testing.assert_close(model(**batch()).loss, torch.tensor(float(VOCABULARY)).log())
+    else:
+        assert abs(loss - plain) > 1e-3
+        model.merge_adapter()
+        torch.testing.assert_close(model(**batch()).loss, loss)
     with model.disable_adapter():
-        torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
-    adapted_loss = model(**batch()).loss
-    assert abs(adapted_loss - plain(**batch()).loss) > 1e-3
-    model.merge_adapter()
-    torch.testing.assert_close(model(**batch()).loss, adapted_loss)
-    with model.disable_adapter():
-        torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
-
-
-def test_in_evaluation_the_loss_with_an_adapter_is_the_models_with_or_without_logits():
-    model = patched_after(ON_HEAD | {"lora_dropout": 0.0}).eval()
-    want = model(**batch())
-    assert want.logits is not None
-    torch.testing.assert_close(model(**batch(), skip_logits=True).loss, want.loss)
+        torch.testing.assert_close(model(**batch()).loss, plain)
 
 
 def test_a_model_that_is_not_known_is_compared_with_its_adapter():
@@ -112,31 +101,28 @@ def several(model):
     return model
 
 
-class Linear4bit(torch.nn.Linear):
-    """As bitsandbytes calls its layer."""
+def changed(change):
+    """A model whose adapted head a function changes."""
+
+    def give(model):
+        model = adapted(model, **ON_HEAD)
+        change(model.get_base_model().lm_head)
+        return model
+
+    return give
 
 
-def on_four_bits(model):
-    model = adapted(model, **ON_HEAD)
-    model.get_base_model().lm_head.base_layer.__class__ = Linear4bit
-    return model
-
-
-def of_a_quantised_kind(model):
-    model = adapted(model, **ON_HEAD)
-    head = model.get_base_model().lm_head
-    head.__class__ = type("Linear4bit", (type(head),), {"__module__": "peft.tuners.lora.bnb"})
-    return model
-
-
-def with_hooks(model):
-    model = adapted(model, **ON_HEAD)
-    model.get_base_model().lm_head.lora_A["default"].register_forward_hook(lambda *given: None)
-    return model
+def renamed(layer, module):
+    """As a layer of four bits is called by bitsandbytes, or by PEFT."""
+    layer.__class__ = type("Linear4bit", (type(layer),), {"__module__": module})
 
 
 def of_another_kind(model):
     return peft.get_peft_model(model, peft.LoHaConfig(r=2, target_modules=["lm_head"])).train()
+
+
+def hooked(head):
+    head.lora_A["default"].register_forward_hook(lambda *given: None)
 
 
 # What gives a model such a head, and essential words of the error.
@@ -145,9 +131,15 @@ REFUSED = {
     "DoRA": (lambda model: adapted(model, use_dora=True, **ON_HEAD), "set use_dora=False, or leave lm_head out"),
     "variant": (lambda model: adapted(model, alora_invocation_tokens=[1], **ON_HEAD), "variant ALoraLinearVariant"),
     "several": (several, r"\['default', 'other'\], .* set_adapter, .* add_weighted_adapter"),
-    "four bits": (on_four_bits, r"is a Linear4bit, .*llm_int8_skip_modules=\['lm_head'\]"),
-    "quantised": (of_a_quantised_kind, r"\(Linear4bit\) of a layer that is quantised.* llm_int8_skip_modules"),
-    "hooks": (with_hooks, r"has forward hooks, .* remove them"),
+    "four bits": (
+        changed(lambda head: renamed(head.base_layer, "bitsandbytes")),
+        r"is a Linear4bit, .*llm_int8_skip_modules=\['lm_head'\]",
+    ),
+    "quantised": (
+        changed(lambda head: renamed(head, "peft.tuners.lora.bnb")),
+        r"\(Linear4bit\) of a layer that is quantised.* llm_int8_skip_modules",
+    ),
+    "hooks": (changed(hooked), r"has forward hooks, .* remove them"),
     "another kind": (of_another_kind, r"no LoRA \(peft.tuners.loha.*: take a LoraConfig for lm_head, or leave"),
 }
 
@@ -161,9 +153,11 @@ def test_other_adapters_of_the_head_are_refused_with_what_to_do(case, first):
         model(**batch()) if first == "patch" else patch_causal_lm(model)
 
 
-def test_dropout_of_the_head_is_nothing_in_evaluation():
+def test_in_evaluation_the_loss_with_an_adapter_is_the_models_with_or_without_logits_and_dropout_is_nothing():
     model = patch_causal_lm(adapted(make(), lora_dropout=0.25, **ON_HEAD).eval())
-    torch.testing.assert_close(model(**batch(), skip_logits=True).loss, model(**batch()).loss)
+    want = model(**batch())
+    assert want.logits is not None
+    torch.testing.assert_close(model(**batch(), skip_logits=True).loss, want.loss)
     with pytest.raises(ValueError, match=r"lora_dropout=0.25"):
         model.train()(**batch())
 

@@ -78,11 +78,10 @@ def loss_of_logits(logits, target):
 
 def want(stages, x, target):
     model = nn.Sequential(*make_model(stages, x.device))
-    losses = [
-        loss_of_logits(model(a), b) for a, b in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-    ]
-    (sum(losses) / MICROBATCHES).backward()
-    return model, torch.stack(losses).detach()
+    microbatches = zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+    losses = torch.stack([loss_of_logits(model(a), b) for a, b in microbatches])
+    losses.mean().backward()
+    return model, losses.detach()
 
 
 def train(kind, rank, device):

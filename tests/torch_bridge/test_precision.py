@@ -1,17 +1,20 @@
-"""`precision` of the bridge's functions reaches the programs; without it PyTorch's own settings do."""
+"""What decides how a call computes: `precision`, else PyTorch's own settings; and where its tensors lie."""
+
+from unittest import mock
 
 import jax
 import pytest
 import torch
+from jax import lax
 
-from tests.torch_bridge.problems import HEADS, head
-from torch_bridge import linear_log_probs
+from pallas_ce.backends import device as targets
+from tests.torch_bridge.problems import HEADS, head, value_and_gradients
+from torch_bridge import linear_cross_entropy, linear_log_probs
 from torch_bridge.api import checks
 
 CUDA = torch.device("cuda")
 # JAX refuses it where it lowers a product for a CPU.
 ELSEWHERE = "TF32_TF32_F32"
-refused = pytest.raises(ValueError, match="precision 'TF32_TF32_F32' is not supported by dot_general on CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -23,19 +26,14 @@ def _settings():
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("precision", [ELSEWHERE, jax.lax.DotAlgorithmPreset.TF32_TF32_F32])
-def test_products_have_the_precision_asked_for(name, precision):
-    with refused:
-        HEADS[name](*head(), precision=precision)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_without_one_pytorchs_settings_for_the_device_decide(name, monkeypatch):
+@pytest.mark.parametrize("precision", [ELSEWHERE, jax.lax.DotAlgorithmPreset.TF32_TF32_F32, None])
+def test_products_have_the_precision_asked_for_or_that_of_pytorchs_settings(name, precision, monkeypatch):
     given = []
-    monkeypatch.setattr(checks, "precision_of", lambda *arguments: given.append(arguments) or ELSEWHERE)
-    with refused:
-        HEADS[name](*head())
-    assert given == [(None, torch.device("cpu"))]
+    if precision is None:
+        monkeypatch.setattr(checks, "precision_of", lambda *arguments: given.append(arguments) or ELSEWHERE)
+    with pytest.raises(ValueError, match="precision 'TF32_TF32_F32' is not supported by dot_general on CPU"):
+        HEADS[name](*head(), **({} if precision is None else {"precision": precision}))
+    assert given == [(None, torch.device("cpu"))] * (precision is None)
 
 
 def both():
@@ -82,3 +80,21 @@ def test_a_float32_head_of_bfloat16_tensors():
     gradients, exact = (torch.autograd.grad(x.cos().sum(), of) for x, of in ((got, (hidden, weight)), (want, wide)))
     assert {x.dtype for x in gradients} == {torch.bfloat16}
     torch.testing.assert_close(gradients, tuple(x.bfloat16() for x in exact), rtol=8e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs])
+def test_on_the_cpu_of_a_process_with_a_hopper_gpu_numbers_are_those_of_xla(function, monkeypatch):
+    """Each program is traced for both; the forward that autograd keeps arrays of and its backward agree."""
+    hidden, weight, target = head(40, 24, 88)
+    given = *(x.detach().bfloat16().requires_grad_() for x in (hidden, weight)), target
+    left_to_lowering = mock.Mock(wraps=lax.platform_dependent)
+
+    def results(implementation):
+        return value_and_gradients(lambda *x: function(*x, implementation=implementation).sum(), *given)
+
+    want = results("xla")
+    monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
+    monkeypatch.setattr(lax, "platform_dependent", left_to_lowering)
+    assert all(map(torch.equal, results(None), want))
+    left_to_lowering.assert_called()
+    assert all(call.kwargs.keys() == {"cuda", "default"} for call in left_to_lowering.call_args_list)

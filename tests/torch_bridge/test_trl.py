@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 from tests.torch_bridge.models import SIZES, VOCABULARY
-from tests.torch_bridge.products import Products
+from tests.torch_bridge.problems import Products
 from torch_bridge import patch_causal_lm, unpatch_causal_lm
 from torch_bridge.integrations import trl as adapter
 

@@ -28,60 +28,52 @@ OPTIONS = (
 )
 
 
-def gradients(function, tensors, upstream=None):
+def gradients(function, *tensors):
     inputs = [x.clone().requires_grad_() for x in tensors]
     loss = function(*inputs)
-    loss.backward(torch.ones_like(loss) if upstream is None else upstream)
+    loss.backward(torch.ones_like(loss))
     return [loss.detach(), *(x.grad for x in inputs)]
+
+
+def parts(rank):
+    """The process's rows of a weight, and how a call says which they are."""
+    mine = slice(STARTS[rank], STARTS[rank + 1])
+    return mine, {"vocab_start": STARTS[rank], "vocab_size": VOCABULARY}
 
 
 def compare_with_the_whole(rank, _):
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(*TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)
-    token_weights = torch.rand(TOKENS)
+    up, down, token_weights = torch.randn(VOCABULARY, 3), torch.randn(3, WIDTH), torch.rand(TOKENS)
     target = torch.randint(0, VOCABULARY, TOKENS)
     target[0] = torch.tensor([-100, 0, 7, VOCABULARY])
-    mine = slice(STARTS[rank], STARTS[rank + 1])
-    for options, ignored in itertools.product(OPTIONS, (False, True)):
-        labels = torch.full_like(target, -100) if ignored else target
+    nothing = torch.full_like(target, -100)
+    mine, place = parts(rank)
 
-        def whole(hidden, weight, bias, token_weights, labels=labels, options=options):
-            return linear_cross_entropy(
-                hidden, weight, labels, linear_bias=bias, token_weights=token_weights, **options
-            )
+    def of_head(loss, labels, options, x, w, b, s):
+        return loss(x, w, labels, linear_bias=b, token_weights=s, **options)
 
-        def part(hidden, weight, bias, token_weights, labels=labels, options=options):
-            return vocab_parallel_cross_entropy(
-                hidden, weight, labels, linear_bias=bias, token_weights=token_weights,
-                vocab_start=STARTS[rank], vocab_size=VOCABULARY, **options,
-            )  # fmt: skip
+    def of_low_rank(loss, labels, options, x, w, up, down):
+        return loss(x, LowRank(w, up, down, 0.7), labels, **options)
 
-        want = gradients(whole, (hidden, weight, bias, token_weights))
-        got = gradients(part, (hidden, weight[mine], bias[mine], token_weights))
-        for name, x, y in zip(("loss", "input", "weight", "bias", "token_weights"), got, want, strict=True):
-            torch.testing.assert_close(x, y[mine] if name in ("weight", "bias") else y, rtol=1e-5, atol=1e-6, msg=name)
-    up, down = torch.randn(VOCABULARY, 3), torch.randn(3, WIDTH)
-    want = gradients(
-        lambda *x: linear_cross_entropy(x[0], LowRank(*x[1:], 0.7), target), (hidden, weight, up, down)
-    )  # fmt: skip
-    got = gradients(
-        lambda *x: vocab_parallel_cross_entropy(
-            x[0], LowRank(*x[1:], 0.7), target, vocab_start=STARTS[rank], vocab_size=VOCABULARY
-        ),
-        (hidden, weight[mine], up[mine], down),
-    )
-    for name, x, y in zip(("loss", "input", "weight", "up", "down"), got, want, strict=True):
-        torch.testing.assert_close(x, y[mine] if name in ("weight", "up") else y, rtol=1e-4, atol=1e-5, msg=name)
+    def of_number(loss, labels, options, x, number):
+        head = weight[mine] if options else weight
+        return loss(x, head, labels, **{name: number}, **options)
+
+    head, term = (hidden, weight, bias, token_weights), (hidden, weight, up, down)
+    cases = [(of_head, target, options, head) for options in OPTIONS]
+    cases += [(of_head, nothing, options, head) for options in OPTIONS[:2]] + [(of_low_rank, target, {}, term)]
+    for function, labels, options, given in cases:
+        want = gradients(functools.partial(function, linear_cross_entropy, labels, options), *given)
+        split = [x[mine] if len(x) == VOCABULARY else x for x in given]
+        loss = functools.partial(function, vocab_parallel_cross_entropy, labels, options | place)
+        want = [x[mine] if x.ndim and len(x) == VOCABULARY else x for x in want]
+        near = {"rtol": 1e-5, "atol": 1e-6} if function is of_head else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(gradients(loss, *split), want, **near, msg=f"{options}")
     for name, value in (("logit_scale", 0.7), ("label_smoothing", 0.0)):  # as tensors, with gradients
-        want = gradients(
-            lambda x, s, name=name: linear_cross_entropy(x, weight, target, **{name: s}), (hidden, torch.tensor(value))
-        )
-        got = gradients(
-            lambda x, s, name=name: vocab_parallel_cross_entropy(
-                x, weight[mine], target, vocab_start=STARTS[rank], vocab_size=VOCABULARY, **{name: s}
-            ),
-            (hidden, torch.tensor(value)),
-        )
+        given = hidden, torch.tensor(value)
+        want = gradients(functools.partial(of_number, linear_cross_entropy, target, {}), *given)
+        got = gradients(functools.partial(of_number, vocab_parallel_cross_entropy, target, place), *given)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=name)
     # A vocabulary whose ids narrow integers do not hold.
     wide = torch.randn(400, WIDTH)[200 * rank : 200 * rank + 200]
@@ -128,9 +120,9 @@ def log_probs_in_float64(hidden, weight, bias, scale, target, temperature, softc
 
 def compare_log_probs_with_float64(rank, _):
     torch.manual_seed(1)
-    mine = slice(STARTS[rank], STARTS[rank + 1])
+    mine, place = parts(rank)
     temperatures = (1.0, 0.3, torch.tensor(1.5), 0.5 + torch.rand(TOKENS))
-    for temperature, softcap in itertools.product(temperatures, (None, 4.0)):
+    for temperature, softcap in zip(temperatures, (None, 4.0, None, 4.0), strict=True):
         hidden, weight, bias = torch.randn(*TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)
         scale, upstream, target = torch.tensor(0.9), torch.randn(2, *TOKENS), torch.randint(0, VOCABULARY, TOKENS)
         target[-1] = torch.tensor([-100, 0, VOCABULARY - 1, VOCABULARY])
@@ -142,8 +134,7 @@ def compare_log_probs_with_float64(rank, _):
         given = [x.clone().requires_grad_() for x in (hidden, weight[mine], bias[mine], scale)]
         row = vocab_parallel_log_probs(
             *given[:2], target, linear_bias=given[2], logit_scale=given[3], temperature=temperature,
-            logit_softcap=softcap, return_entropy=True, return_argmax=True, vocab_start=STARTS[rank],
-            vocab_size=VOCABULARY, validate_parts=True,
+            logit_softcap=softcap, return_entropy=True, return_argmax=True, validate_parts=True, **place,
         )  # fmt: skip
         assert row.argmax.equal(argmax.int())
         assert row.argmax[1, 0] == 3
@@ -152,7 +143,7 @@ def compare_log_probs_with_float64(rank, _):
         whole = torch.autograd.grad(want, exact, list(upstream.double()))
         whole = [x[mine] if place in (1, 2) else x for place, x in enumerate(whole)]
         torch.testing.assert_close([*got, *found], [*want, *whole], rtol=1e-4, atol=2e-5, check_dtype=False)
-    alone = vocab_parallel_log_probs(hidden, weight[mine], target, vocab_start=STARTS[rank], vocab_size=VOCABULARY)
+    alone = vocab_parallel_log_probs(hidden, weight[mine], target, **place)
     torch.testing.assert_close(alone, linear_log_probs(hidden, weight, target), rtol=1e-5, atol=1e-5)
 
 
@@ -160,8 +151,7 @@ def hold_what_is_not_finite(rank, _):
     """Values and gradients are as in the whole head: of +inf or NaN on one process, and of -inf on one or on both."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(4, WIDTH), torch.randn(VOCABULARY, WIDTH)
-    mine = slice(STARTS[rank], STARTS[rank + 1])
-    place = {"vocab_start": STARTS[rank], "vocab_size": VOCABULARY}
+    mine, place = parts(rank)
 
     def log_probs(function, *head, **options):
         found = function(*head, return_entropy=True, **options)
@@ -181,8 +171,8 @@ def hold_what_is_not_finite(rank, _):
         def call(x, w, b, function, target=target, options=options, **place):
             return function(x, w, target, linear_bias=b, **options, **place)
 
-        want = gradients(functools.partial(call, function=whole), (hidden, weight, bias))
-        got = gradients(functools.partial(call, function=part, **place), (hidden, weight[mine], bias[mine]))
+        want = gradients(functools.partial(call, function=whole), hidden, weight, bias)
+        got = gradients(functools.partial(call, function=part, **place), hidden, weight[mine], bias[mine])
         want = [x[mine] if name in (2, 3) else x for name, x in enumerate(want)]
         # What else makes the loss infinite has infinite derivatives, whose sums may differ.
         if "z_loss" in options or (value == torch.inf and not options):
@@ -192,13 +182,10 @@ def hold_what_is_not_finite(rank, _):
 
 def every_check(rank, device):
     """In one group: starting two processes takes longer than all of it."""
-    for check in (
-        compare_with_the_whole,
-        refuse_parts_that_are_not,
-        compare_log_probs_with_float64,
-        hold_what_is_not_finite,
-    ):
-        check(rank, device)
+    compare_with_the_whole(rank, device)
+    refuse_parts_that_are_not(rank, device)
+    compare_log_probs_with_float64(rank, device)
+    hold_what_is_not_finite(rank, device)
 
 
 @pytest.mark.slow

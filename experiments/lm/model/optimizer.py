@@ -22,8 +22,12 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """As configured; weight decay touches matrices only, not the scales of the norms."""
+
+    def matrices(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
     schedule = learning_rate_schedule(config)
-    adamw = optax.adamw(schedule, b2=config.beta2, weight_decay=config.weight_decay, mask=_matrices)
+    adamw = optax.adamw(schedule, b2=config.beta2, weight_decay=config.weight_decay, mask=matrices)
     chosen = adamw if config.optimizer == "adamw" else _muon(config, schedule, adamw)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), chosen)
 
@@ -48,10 +52,6 @@ def _muon(
 def _as_matrix(kernel: jax.Array) -> optax.contrib.MuonDimensionNumbers:
     """Inputs by outputs: a projection to several heads is one matrix."""
     return optax.contrib.MuonDimensionNumbers(reduction_axis=(0,), output_axis=tuple(range(1, kernel.ndim)))
-
-
-def _matrices(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def _which(params: Any) -> Any:
