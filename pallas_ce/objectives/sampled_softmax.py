@@ -164,10 +164,13 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
     )
 
     def product(rows: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
-        """Of each row and its label's column."""
-        rows, columns = rows.astype(spec.dtype), columns.astype(spec.dtype)
-        dimensions = (((1,), (1 - axis,)), ((0,), (axis,)))
-        return lax.dot_general(rows, columns, dimensions, spec.precision, spec.accumulator)
+        """Of each row and its label's column; float16 would lose the derivatives of many rows' mean."""
+        return jnp.sum(rounded(rows) * rounded(columns if axis == 0 else columns.T), axis=1)
+
+    def rounded(x: jax.Array) -> jax.Array:
+        """As kernels multiply it, with derivatives in the accumulator's dtype."""
+        wide = x.astype(spec.accumulator)
+        return wide + lax.stop_gradient(x.astype(spec.dtype).astype(spec.accumulator) - wide)
 
     products = product(hidden, own.weight, axis)
     if own.up is not None:
