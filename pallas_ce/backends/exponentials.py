@@ -45,7 +45,7 @@ from pallas_ce.statistics.gradient import exponent_above, power_of_two
 from pallas_ce.statistics.row import Partial, from_reference, spread
 from pallas_ce.statistics.table import log_sum
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, WeightGradient
-from pallas_ce.streaming.tiles import pad
+from pallas_ce.streaming.tiles import Columns, pad
 
 # Vocabulary entries, evenly spaced, from which an lse is guessed; their exponentials may reach e^80 each.
 _SAMPLE = 64
@@ -133,16 +133,18 @@ class Block(abc.ABC):
         """
 
     @abc.abstractmethod
-    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
-        """dlogits without single entries in place of `operand`."""
+    def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
+        """dlogits without single entries, recomputed: `[n, c]` of a part, or of all columns in place of `into`."""
 
     @abc.abstractmethod
     def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
         """`scale∘operand·weight [n, H]`, with `scale [n]`; it may be rounded to `dtype`."""
 
     @abc.abstractmethod
-    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
-        """`total` with `operandᵀ·rows`, in the weight's layout, in its array and bits."""
+    def for_weight(
+        self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
+    ) -> WeightGradient:
+        """`total` with `operandᵀ·rows` of a part or all columns, in the weight's layout, in its array and bits."""
 
     def _all_rows_unless(self, fits: jax.Array) -> jax.Array:
         """`[]` int32: 0 where all of every valid row of `fits`, `[n]` or `[n, K]`, does, else how many are valid."""
@@ -195,7 +197,7 @@ class Block(abc.ABC):
         elif _RANGES[spec.dtype.name].logarithms:
             operand = self._formed(gradient, stash)
         else:
-            operand = self.recomputed(gradient, stash.exponentials)
+            operand = self.dlogits(gradient, into=stash.exponentials)
         for columns, exact in replaced:
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / spread(scale, exact)))

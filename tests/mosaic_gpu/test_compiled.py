@@ -20,7 +20,6 @@ from pallas_ce.backends.mosaic_gpu.kernels import (
     product_kernel,
     stash_kernel,
 )
-from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
@@ -392,7 +391,7 @@ def test_products_with_all_their_tiles(config: Config, vocab_axis: int, monkeypa
         new = jax.lax.empty(weight.shape, weight.dtype)
         return (
             product_kernel.for_hidden(stored, weight, vocab_axis, valid),
-            product_kernel.add_for_hidden(stored, weight, vocab_axis, total, part=Part(32768), valid_rows=valid),
+            product_kernel.add_for_hidden(stored, weight, vocab_axis, total, valid_rows=valid),
             product_kernel.for_weight(*given, new, multiplier=total[0, 0]),
             product_kernel.for_weight(*given, weights_total, replaced=valid == 0, valid_rows=valid),
             narrow_sum.add_for_weight(

@@ -16,6 +16,7 @@ from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, from_reference
 from pallas_ce.statistics.table import PRIMITIVES
+from pallas_ce.streaming.tiles import Columns
 from tests.mosaic_gpu.conftest import Problem, logits_of, make_problem
 
 EVERY = frozenset(PRIMITIVES)
@@ -182,7 +183,7 @@ def test_dlogits_of_a_part_are_those_columns_of_the_whole(
 
     def run(head: Any, h: jax.Array, lse: jax.Array, first: Any, valid: Any) -> Any:
         whole = dlogits_kernel.dlogits(head, h, lse, coefficients)
-        part = operands.Part(128, first, valid)
+        part = Columns(first, 128, count=valid)
         return whole, dlogits_kernel.dlogits(head, h, lse, coefficients, part=part)
 
     for first, valid in ((0, 128), (128, 128), (256, 80)):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_ce.backends.mosaic_gpu.kernels import narrow_sum, product_kernel
-from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, cost
+from pallas_ce.streaming.tiles import Columns
 
 # First column, width and valid columns of each part of 272; the last part is narrower.
 PARTS = ((128, 144, 144), (256, 128, 16))
@@ -126,7 +126,7 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
     total = jnp.concatenate([total, total]).astype(jnp.float32)[: 192 + (to_row or 0)]
 
     def run(stored: Any, weight: Any, total: Any, first: Any, valid: Any) -> jax.Array:
-        part = Part(stored.shape[1], first, valid)
+        part = Columns(first, stored.shape[1], count=valid)
         where = None if to_row is None else jnp.int32(to_row)
         return product_kernel.add_for_hidden(stored, weight, vocab_axis, total, to_row=where, part=part)
 
@@ -154,7 +154,7 @@ def test_the_weights_gradient_is_written_where_it_belongs(
         given = stored, rows, vocab_axis
         half = jnp.float32(0.5)
         if parts is PARTS:
-            part = Part(stored.shape[1], first, valid)
+            part = Columns(first, stored.shape[1], count=valid)
             return product_kernel.for_weight(*given, weight, multiplier=half, valid_rows=live, part=part)
         return product_kernel.for_weight(*given, jax.lax.empty(weight.shape, weight.dtype), multiplier=half)
 

@@ -36,6 +36,10 @@ class Config(NamedTuple):
     group: int = 8
     stores: bool = True
 
+    def tiles(self, rows: int, columns: int) -> int:
+        """How many it takes."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
 
 Use = Literal["forward", "stash", "dlogits"]
 

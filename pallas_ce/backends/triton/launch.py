@@ -209,5 +209,4 @@ def _run(
         "BLOCK_ROWS": config.rows,
         "BLOCK_COLUMNS": config.columns,
     }
-    tiles = -(-rows // config.rows) * -(-columns // config.columns)
-    return binding.call("head_kernel", arrays, outputs, constants, config, tiles)
+    return binding.call("head_kernel", arrays, outputs, constants, config, config.tiles(rows, columns))

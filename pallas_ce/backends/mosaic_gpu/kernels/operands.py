@@ -99,20 +99,6 @@ def _term_of(head: Head, hidden: jax.Array, depth: int) -> tuple[jax.Array, ...]
     return apart(low), apart(up if spec.vocab_axis == 0 else up.T)
 
 
-class Part(NamedTuple):
-    """Vocabulary entries that a launch works on; the launch stores the first of them as column 0.
-
-    Attributes:
-        width: how many at most; static.
-        first: `[]` int32, the first, a multiple of the kernels' steps; None: 0.
-        valid: `[]` int32, how many; None: `width`.
-    """
-
-    width: int
-    first: jax.Array | None = None
-    valid: jax.Array | None = None
-
-
 def tiles_of(kernel: Kernel, head: Head, rows: int, vectors: int) -> Config:
     """The tiles of a kernel that makes the head's logits; see `schedule.rule`."""
     given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, Part, pad, padded
+from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, padded
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, TALL, WIDE, Config, Product, cost
+from pallas_ce.streaming.tiles import Columns, pad
 
 _MOST_PARTS = 8
 
@@ -102,7 +103,7 @@ def add_for_hidden(
     vocab_axis: int,
     total: jax.Array,
     *,
-    part: Part,
+    part: Columns | None = None,
     to_row: jax.Array | None = None,
     valid_rows: jax.Array | None = None,
     existing: jax.Array | None = None,
@@ -112,10 +113,11 @@ def add_for_hidden(
     N is a multiple of 8, and `stored` holds the columns of `part` only; `existing` counts from the vocabulary's first.
     """
     product, matrices = _hidden_product(stored, weight, vocab_axis)
-    if existing is not None and part.first is not None:
-        existing = existing - part.first
-    numbers = {"valid_length": part.valid, "first_length": part.first, "valid_rows": valid_rows, "to_row": to_row}
-    numbers["finite_length"] = existing
+    numbers: dict[str, Any] = {}
+    if part is not None:
+        existing = None if existing is None else existing - part.start
+        numbers = {"valid_length": part.count, "first_length": part.start}
+    numbers |= {"valid_rows": valid_rows, "to_row": to_row, "finite_length": existing}
     epilogue, outputs = ProductEpilogue(adds=True), {"product": total}
     return launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, outputs, numbers)["product"]
 
@@ -136,7 +138,7 @@ def for_weight(
     replaced: jax.Array | bool = True,
     valid_rows: jax.Array | None = None,
     multiplier: jax.Array | None = None,
-    part: Part | None = None,
+    part: Columns | None = None,
     starts: int = 0,
 ) -> jax.Array:
     """`into`, of the weight's shape, replaced by `multiplier·storedᵀ·rows` or with this product added.
@@ -150,18 +152,18 @@ def for_weight(
         valid_rows: `[]` int32: rows from there on are left out; None: none.
         multiplier: `[]` float32; None: 1.
         part: the vocabulary entries; None: all.
-        starts: `part.first` is a multiple of its greatest common divisor with a row's length.
+        starts: `part.start` is a multiple of its greatest common divisor with a row's length.
     """
     config = weight_config(stored.shape[1], rows.shape[1], vocab_axis)
     product, matrices = weight_product(stored, rows, vocab_axis, config)
     numbers: dict[str, Any] = {"valid_length": valid_rows}
-    limit = stored.shape[1] if part is None or part.valid is None else part.valid
+    limit = stored.shape[1] if part is None or part.count is None else part.count
     if valid_rows is not None and replaced is not True:  # nothing is added where no row is valid
         limit = jnp.where(replaced | (valid_rows > 0), limit, 0)
     if isinstance(limit, jax.Array):
         numbers["valid_rows" if vocab_axis == 0 else "valid_columns"] = limit
     if part is not None:
-        numbers["to_row" if vocab_axis == 0 else "to_column"] = part.first
+        numbers["to_row" if vocab_axis == 0 else "to_column"] = part.start
     if not isinstance(replaced, bool):
         numbers["first"] = replaced
     inputs = {"multiplier": as_input(multiplier)}

@@ -1,0 +1,103 @@
+"""The kernels of a block of rows on Hopper."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.backends import entries
+from pallas_ce.backends.kernel_backend import KernelBlock
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
+from pallas_ce.backends.protocol import Gradient, Plan
+from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
+from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.tiles import Columns
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicBlock(KernelBlock):
+    """A block on Hopper.
+
+    Attributes:
+        splits: whether there is memory for hidden's product in parts.
+        last: `[]` bool: whether the block is the last one; None without `weight_bits`.
+    """
+
+    splits: bool = True
+    last: jax.Array | None = None
+    leaves_columns = True
+
+    def exponentials(
+        self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
+    ) -> tuple[Callable[[], Partial], jax.Array]:
+        """Launches one kernel, which may have no row to compute."""
+        rows, into = again or (self.valid_rows, None)
+        return stash_kernel.stash(self.head, self.batch.hidden, reference, names, rows, into)
+
+    def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
+        """Launches one kernel."""
+        given = self.head, self.batch.hidden, gradient.reference, gradient.coefficients
+        made = dlogits_kernel.dlogits(*given, part=self._less(part), into=into, valid_rows=self.valid_rows)
+        return made if part is None else made[: len(self.batch.hidden), : part.size]
+
+    def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+        """Multiplies by a kernel, which XLA does not autotune."""
+        head = self.head
+        given = operand, operands.own_weight(head), head.spec.vocab_axis, self.valid_rows, head.valid_columns
+        return product_kernel.for_hidden(*given, scale=scale, dtype=dtype, splits=self.splits)
+
+    def add_for_hidden(self, dlogits: jax.Array, total: jax.Array, part: Columns, block: RowBlock) -> jax.Array:
+        """Multiplies by a kernel, which adds in place."""
+        head, rows = self.head, len(dlogits)
+        to_row = None if rows >= total.shape[0] else jnp.int32(block.number) * rows
+        return product_kernel.add_for_hidden(
+            dlogits,
+            operands.own_weight(head),
+            head.spec.vocab_axis,
+            total,
+            part=self._less(part),
+            to_row=to_row,
+            valid_rows=self.valid_rows,
+            existing=head.valid_columns,
+        )
+
+    def for_weight(
+        self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
+    ) -> WeightGradient:
+        """Multiplies by a kernel, which adds in place."""
+        (whole, adds, late, tile, bits), axis, size = total, self.head.spec.vocab_axis, self.head.spec.vocab_size
+        shared: Any = {"valid_rows": self.valid_rows, "multiplier": late}
+        if bits is not None:
+            assert self.last is not None
+            given, first = (operand, rows, axis, (whole, bits)), jnp.logical_not(adds)
+            whole, bits = narrow_sum.add_for_weight(*given, first=first, last=self.last, **shared)
+            return total._replace(array=whole, bits=bits)
+        if part is not None:
+            # A sum of the part alone: the last part starts early, and its own columns come last in it.
+            alone = dataclasses.replace(part, start=part.start - jnp.minimum(part.start, size - part.size))
+            part = alone if tile is None else part
+            shared |= {"part": self._less(part), "starts": size}
+        replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
+        return total._replace(array=product_kernel.for_weight(operand, rows, axis, whole, replaced=replaced, **shared))
+
+    def _less(self, part: Columns | None) -> Columns | None:
+        """The part; None for all columns."""
+        return None if part is None or part.size == self.head.spec.vocab_size else part
+
+    def step(self, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
+        """Launches three kernels."""
+        head, batch = self.head, self.batch
+        exact = entries.exact(head, batch, gradient)
+        gradient = gradient._replace(coefficients=entries.without(gradient.coefficients))
+        batch = batch._replace(hidden=batch.hidden.astype(head.spec.dtype))
+        own = dataclasses.replace(self, batch=batch, valid_rows=block.filled)
+
+        def part_step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
+            first = jnp.int32(index) * plan.columns
+            return own.in_place(gradient, exact, block, first, plan.columns, hidden_sum, weight_sum)
+
+        return part_step
