@@ -114,19 +114,13 @@ def mean_distance(part: Partial) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """How a field of `Partial` is accumulated.
+    """How a field of `Partial` is accumulated."""
 
-    Attributes:
-        tile: its value `[n]` for one tile, which may read the fields before it.
-        moved: `(part, f, d)`: measured from `M` instead of m, with `d = m - M` and `f = e^d`; None: it depends on no m.
-        added: of two parts measured from the same m; None: the sum of the two.
-        neutral: its value without columns.
-    """
-
-    tile: Callable[[LogitsTile, Partial], jax.Array]
+    tile: Callable[[LogitsTile, Partial], jax.Array]  # `[n]` for one tile; it may read the fields before it
+    # `(part, f, d)`: measured from `M` instead of m, with `d = m - M` and `f = e^d`; None: it depends on no m.
     moved: Callable[[Partial, jax.Array, jax.Array], jax.Array] | None = None
-    added: Callable[[Partial, Partial], jax.Array] | None = None
-    neutral: float = 0.0
+    added: Callable[[Partial, Partial], jax.Array] | None = None  # of two measured from the same m; None: their sum
+    neutral: float = 0.0  # its value without columns
 
 
 def larger(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -193,17 +187,13 @@ Values = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A term `p_j · coefficient · factor_j` of dlogits.
+    """A term `p_j · coefficient · factor_j` of dlogits."""
 
-    Attributes:
-        factor: `(p, log p, coefficients)`, `[n, c]` each of the first two; None: 1. `log p` is 0 where p is.
-        bound: the largest `|p_j · coefficient · factor_j|` `[n]`.
-        measured: `(coefficients, e^{-l}, l)`: what the term is made of with `e^y` for p and y for log p, where
-            `log p = y - l`, by the names of `Coefficients`, in which values add up.
-    """
-
+    # `(p, log p, coefficients)`, `[n, c]` each of the first two; None: 1. `log p` is 0 where p is.
     factor: Callable[[jax.Array, jax.Array, Coefficients], jax.Array] | None
-    bound: Callable[[Coefficients], jax.Array]
+    bound: Callable[[Coefficients], jax.Array]  # the largest `|p_j · coefficient · factor_j|` `[n]`
+    # `(coefficients, e^{-l}, l)`: what the term is made of with `e^y` for p and y for log p, where `log p = y - l`, by
+    # the names of `Coefficients`, in which values add up.
     measured: Callable[[Coefficients, jax.Array, jax.Array], Values]
 
 
@@ -238,23 +228,15 @@ TERMS: dict[str, Term] = {
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """A primitive statistic.
+    """A primitive statistic."""
 
-    Attributes:
-        fields: of `Partial`, those that it is made of.
-        finalise: its value, from a `Partial` over the whole vocabulary.
-        definition: its value, from whole rows: what the reference backend computes and differentiates.
-        saved: the statistics that the backward needs where it is differentiated.
-        coefficients: `(g, saved)`: what a cotangent g adds to `Coefficients`, by name.
-        of_targets: whether it has one entry for each target of a row.
-    """
-
-    fields: tuple[str, ...]
-    finalise: Callable[[Partial], jax.Array]
-    definition: Callable[[Row], jax.Array]
-    saved: tuple[str, ...] = ()
+    fields: tuple[str, ...]  # of `Partial`, which it is made of
+    finalise: Callable[[Partial], jax.Array]  # from a `Partial` over the whole vocabulary
+    definition: Callable[[Row], jax.Array]  # from whole rows: what the reference computes and differentiates
+    saved: tuple[str, ...] = ()  # the statistics that the backward needs where it is differentiated
+    # `(g, saved)`: what a cotangent g adds to `Coefficients`, by name.
     coefficients: Callable[[jax.Array, Values], Values] = lambda g, saved: {}
-    of_targets: bool = False
+    of_targets: bool = False  # whether it has one entry for each target of a row
 
 
 def total(part: Partial) -> jax.Array:

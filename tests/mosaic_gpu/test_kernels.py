@@ -11,7 +11,7 @@ import pytest
 
 from pallas_ce.backends import entries, reference
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, partials, stash_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, stash_kernel
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, from_reference
@@ -113,7 +113,7 @@ def test_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
 def test_a_budget_for_few_partial_statistics_changes_no_bit(
     most: int, interpreted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partials, "_MOST_WITHOUT_LOOP", most)
+    monkeypatch.setattr(forward_kernel, "_MOST_WITHOUT_LOOP", most)
     p = make_problem(300, 64, 584)
 
     def run(budget: int, valid: int) -> Any:

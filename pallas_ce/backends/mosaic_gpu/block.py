@@ -8,27 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends import entries
+from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.kernel_backend import KernelBlock
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
-from pallas_ce.backends.protocol import Gradient, Plan
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, product_kernel, stash_kernel
+from pallas_ce.backends.protocol import Gradient
 from pallas_ce.statistics.row import Partial
-from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
+from pallas_ce.streaming.gradient_products import WeightGradient
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Columns
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicBlock(KernelBlock):
-    """A block on Hopper.
+    """See the module."""
 
-    Attributes:
-        splits: whether there is memory for hidden's product in parts.
-        last: `[]` bool: whether the block is the last one; None without `weight_bits`.
-    """
-
-    splits: bool = True
-    last: jax.Array | None = None
+    splits: bool = True  # whether there is memory for hidden's product in parts
+    last: jax.Array | None = None  # `[]` bool: whether the block is the last one; None without `weight_bits`
     leaves_columns = True
 
     def exponentials(
@@ -47,23 +42,16 @@ class MosaicBlock(KernelBlock):
     def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
         """Multiplies by a kernel, which XLA does not autotune."""
         head = self.head
-        given = operand, operands.own_weight(head), head.spec.vocab_axis, self.valid_rows, head.valid_columns
-        return product_kernel.for_hidden(*given, scale=scale, dtype=dtype, splits=self.splits)
+        given = operand, apart(head.weight.astype(head.spec.dtype)), head.spec.vocab_axis, self.valid_rows
+        shared: Any = {"scale": scale, "dtype": dtype, "splits": self.splits}
+        return product_kernel.for_hidden(*given, head.valid_columns, **shared)
 
     def add_for_hidden(self, dlogits: jax.Array, total: jax.Array, part: Columns, block: RowBlock) -> jax.Array:
         """Multiplies by a kernel, which adds in place."""
         head, rows = self.head, len(dlogits)
         to_row = None if rows >= total.shape[0] else jnp.int32(block.number) * rows
-        return product_kernel.add_for_hidden(
-            dlogits,
-            operands.own_weight(head),
-            head.spec.vocab_axis,
-            total,
-            part=self._less(part),
-            to_row=to_row,
-            valid_rows=self.valid_rows,
-            existing=head.valid_columns,
-        )
+        given = dlogits, apart(head.weight.astype(head.spec.dtype)), head.spec.vocab_axis, total, self._less(part)
+        return product_kernel.add_for_hidden(*given, to_row, self.valid_rows, head.valid_columns)
 
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
@@ -87,17 +75,3 @@ class MosaicBlock(KernelBlock):
     def _less(self, part: Columns | None) -> Columns | None:
         """The part; None for all columns."""
         return None if part is None or part.size == self.head.spec.vocab_size else part
-
-    def step(self, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
-        """Launches three kernels."""
-        head, batch = self.head, self.batch
-        exact = entries.exact(head, batch, gradient)
-        gradient = gradient._replace(coefficients=entries.without(gradient.coefficients))
-        batch = batch._replace(hidden=batch.hidden.astype(head.spec.dtype))
-        own = dataclasses.replace(self, batch=batch, valid_rows=block.filled)
-
-        def part_step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
-            first = jnp.int32(index) * plan.columns
-            return own.in_place(gradient, exact, block, first, plan.columns, hidden_sum, weight_sum)
-
-        return part_step

@@ -29,13 +29,7 @@ _CANDIDATE_ARRAYS = 6
 
 @dataclasses.dataclass(frozen=True)
 class StoredBlocks:
-    """Stores the logits of as many rows as fit the budget; static and hashable. See `protocol.TopKFinder`.
-
-    Attributes:
-        spec: the head.
-        k: how many are selected.
-        scratch_bytes: the caller's bound, or None for the default.
-    """
+    """Stores the logits of as many rows as fit the budget, and selects k; static and hashable."""
 
     spec: HeadSpec
     k: int
@@ -56,12 +50,11 @@ class StoredBlocks:
         """See `protocol.TopKFinder`."""
         del plan
         rows = batch.hidden.shape[0]
-        stored = logits_kernel.logits(head, batch.hidden, batch.inverse_temperature)
+        logits, maxima, partial = logits_kernel.logits(head, batch.hidden, batch.inverse_temperature)
         # Padding's rows are undefined, and dropped at the end: a slice of the stored array might be a copy.
-        padded = stored.logits.shape[0]
-        groups, maxima = stored.logits.reshape(padded, -1, GROUP), stored.maxima.T[:padded]
-        found = selection.largest_in_groups(groups, self.k, maxima)
-        return jax.tree.map(lambda x: x[:rows], found), stored.partial
+        padded = logits.shape[0]
+        found = selection.largest_in_groups(logits.reshape(padded, -1, GROUP), self.k, maxima.T[:padded])
+        return jax.tree.map(lambda x: x[:rows], found), partial
 
     def _scratch(self, rows: int) -> int:
         """Bytes of logits, maxima in full tiles, candidates and hidden states."""

@@ -90,8 +90,12 @@ class TritonBackend(KernelBackend):
         fixed = _scratch(spec, mode, 0, columns)
         of_row, scratch_bytes = _scratch(spec, mode, 1, columns) - fixed, scratch_bytes - fixed
         rows = min(tokens, max(1, scratch_bytes // of_row))
-        if mode is None:
-            rows = min(rows, _rows_of_forward(spec, tokens))
+        if mode is None:  # each has two numbers of every tile and, with several blocks, its hidden states once more
+            tile = configs.config_for(spec, binding.capability(), "forward")
+            numbers = 2 * spec.accumulator.itemsize * -(-columns // tile.columns)
+            if tokens * numbers > _FORWARD_BYTES:
+                most = _FORWARD_BYTES // (numbers + spec.dtype.itemsize * spec.hidden_size)
+                rows = min(rows, max(_ROWS_OF_FORWARD, most))
         stash = spec.dtype.itemsize * columns if mode == "in_forward" else 0
         if rows < tokens and stash:  # several blocks, whose stash may lie where the gradient will
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
@@ -151,15 +155,6 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     if columns < spec.vocab_size:
         columns = _of_parts(spec, rows, columns)
     return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
-
-
-def _rows_of_forward(spec: HeadSpec, tokens: int) -> int:
-    """Rows of a block: each has two numbers of every tile and, with several blocks, its hidden states once more."""
-    tile = configs.config_for(spec, binding.capability(), "forward")
-    of_row = 2 * spec.accumulator.itemsize * -(-spec.vocab_size // tile.columns)
-    if tokens * of_row <= _FORWARD_BYTES:
-        return tokens
-    return max(_ROWS_OF_FORWARD, _FORWARD_BYTES // (of_row + spec.dtype.itemsize * spec.hidden_size))
 
 
 def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:

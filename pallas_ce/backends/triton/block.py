@@ -68,13 +68,11 @@ class TritonBlock(KernelBlock):
         # XLA lets both branches write where the total lies.
         return total._replace(array=device_cond(adds, added, lambda: product().astype(whole.dtype)))
 
-    def step(self, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
+    def step(self, gradient: Gradient, exact: entries.Entries, plan: Plan, block: RowBlock) -> TileStep:
         """In place where a kernel can, else by slices."""
         head, batch, spec, size = self.head, self.batch, self.head.spec, plan.columns
-        exact = entries.exact(head, batch, gradient)
-        rest = gradient._replace(coefficients=entries.without(gradient.coefficients))
         served = configs.product_for(spec, binding.capability(), size) is not None
-        in_place, by_slices = TritonBlock(head, batch, block.filled), TritonBlock(head, batch, None)
+        in_place = super().step(gradient, exact, plan, block)
         # As operands hidden states carry the scale of the weight's gradient, if that is a power of two, which costs no
         # accuracy, and operands have its exponents. Here, and not for each part: XLA would scale all rows for each.
         carrying = None
@@ -82,13 +80,12 @@ class TritonBlock(KernelBlock):
             carrying = batch.hidden.astype(spec.dtype) * jnp.asarray(gradient.factor, spec.dtype)
 
         def part_step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
-            first = jnp.int32(index) * size
             alone = hidden_sum is None or isinstance(block.number, int)
             if alone and (weight_sum is None or not weight_sum.adds) and served:
-                return in_place.in_place(rest, exact, block, first, size, hidden_sum, weight_sum)
+                return in_place(index, hidden_sum, weight_sum)
             # The last tile begins early, and an earlier one counts there.
-            tile = Tiles(spec.vocab_size, size, head.valid_columns).tile(index)
-            dz = entries.put_among(by_slices.dlogits(rest, tile), exact, tile.start, first, size)
+            first, tile = jnp.int32(index) * size, Tiles(spec.vocab_size, size, head.valid_columns).tile(index)
+            dz = entries.put_among(launch.dlogits(head, batch, gradient, tile), exact, tile.start, first, size)
             found = head.tile_products(batch, dz, tile, gradient.needs._replace(weight=False))
             if weight_sum is None:
                 for_weight = None

@@ -6,7 +6,7 @@ where. A tile's logits leave the registers while its exponentials are summed.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
+from pallas_ce.backends.mosaic_gpu.kernels import epilogues, forward_kernel, operands
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.logits import reference_of
@@ -30,44 +30,32 @@ CONFIG = Config(rows=128, columns=128, stages=3)
 _FIELDS = ("max", "sum_exp")
 
 
-class Stored(NamedTuple):
-    """The kernel's outputs for N rows.
-
-    Attributes:
-        logits: `[rows, groups · GROUP]` float32, undefined behind N rows; -inf in padding's columns.
-        maxima: `[groups, padded rows]` float32, each group's largest logit; undefined behind N rows.
-        partial: `max` and `sum_exp` `[N]` of the tempered logits.
-    """
-
-    logits: jax.Array
-    maxima: jax.Array
-    partial: Partial
-
-
 def stored_shape(rows: int, columns: int) -> tuple[int, int]:
     """The shape of the stored logits, whose columns are whole groups."""
     return operands.stored_shape(rows, operands.round_up(columns, GROUP))
 
 
-def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None) -> Stored:
-    """Stores the logits of `hidden [N, H]`.
+def logits(
+    head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Partial]:
+    """Logits of `hidden [N, H]`, maxima, and the `Partial` `[N]` of the logits times `inverse_temperature [N]`.
 
-    `inverse_temperature [N]`, positive, multiplies the logits in `partial` only.
+    Logits `[rows, groups · GROUP]` are -inf in padding's columns. Maxima `[groups, padded rows]` are each group's
+    largest logit. Both are float32, and undefined behind N rows.
     """
     given = operands.operands(head, hidden, CONFIG, weighted_mean=False)
-    rows = hidden.shape[0]
-    shape = stored_shape(rows, given.logits.columns)
+    shape = stored_shape(hidden.shape[0], given.logits.columns)
     outputs = {
-        **partials.outputs(_FIELDS, given.product.column_blocks, given.padded_rows),
+        **forward_kernel.outputs(_FIELDS, given.product),
         "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
-        "maxima": jax.ShapeDtypeStruct((shape[1] // GROUP, given.padded_rows), jnp.float32),
+        "maxima": jax.ShapeDtypeStruct((shape[1] // GROUP, given.product.padded_rows), jnp.float32),
     }
     inputs = {}
     if inverse_temperature is not None:
         inputs["inverse_temperature"] = given.by_row(inverse_temperature.astype(jnp.float32), 1)
     found = given.run("pallas_ce_logits", LogitsEpilogue(given.logits), outputs, inputs)
-    partial = jax.tree.map(lambda x: x[:rows], partials.read(found, _FIELDS))
-    return Stored(found["logits"], found["maxima"], partial)
+    partial = jax.tree.map(lambda x: x[: len(hidden)], forward_kernel.read(found, _FIELDS))
+    return found["logits"], found["maxima"], partial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +71,8 @@ class LogitsEpilogue(Epilogue):
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads the rows' inverse temperatures."""
-        if "inverse_temperature" in refs:
-            return layouts.rows_of(refs["inverse_temperature"], place.row, place.config.rows)
-        return None
+        given = refs.get("inverse_temperature")
+        return None if given is None else layouts.rows_of(given, place.row, place.config.rows)
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores the logits first: they are on their way while the rest is computed."""
@@ -106,4 +93,4 @@ class LogitsEpilogue(Epilogue):
         plgpu.commit_smem()
         groups, rows = pl.ds(place.column // GROUP, staged.shape[0]), pl.ds(place.row, staged.shape[1])
         plgpu.copy_smem_to_gmem(staged, refs["maxima"].at[groups, rows])
-        partials.write(refs, place, part._replace(max=top))
+        forward_kernel.write(refs, place, part._replace(max=top))

@@ -6,7 +6,7 @@ where a bfloat16 sum would be off by 2⁻⁸. The last block rounds the upper bi
 
     bits(sum) = upper·2¹⁶ + lower·2⁸,    sum ← sum + storedᵀ·rows
 
-The old sum of a tile comes through the ring of operands (`loop.Held`).
+The old sum of a tile comes through the ring of operands (`Product.held`).
 """
 
 import dataclasses
@@ -22,10 +22,8 @@ from jax import lax
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import STEP, Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels.operands import round_up
-from pallas_ce.backends.mosaic_gpu.kernels.product_kernel import as_input, weight_product
+from pallas_ce.backends.mosaic_gpu.kernels.product_kernel import weight_product
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, WIDE, Config
-
-Sum = tuple[jax.Array, jax.Array]
 
 # A warpgroup's part of a tile must have as many rows as a step has numbers of each row.
 CONFIG = WIDE
@@ -40,24 +38,17 @@ def add_for_weight(
     stored: jax.Array,
     rows: jax.Array,
     vocab_axis: int,
-    total: Sum,
+    total: tuple[jax.Array, jax.Array],
     *,
     first: jax.Array,
     last: jax.Array,
     valid_rows: jax.Array | None = None,
     multiplier: jax.Array | None = None,
-) -> Sum:
-    """`total` with `multiplier·storedᵀ·rows` added, in place.
+) -> tuple[jax.Array, jax.Array]:
+    """`total`, upper bits in the weight's shape and lower ones, with `multiplier·storedᵀ·rows` added in place.
 
-    Args:
-        stored: `[n, V]`.
-        rows: `[n, H]`.
-        vocab_axis: of the weight.
-        total: the upper bits, of the weight's shape, and the lower ones.
-        first: `[]` bool: `total` is undefined and counts as 0.
-        last: `[]` bool: the upper bits are rounded to nearest, and the lower ones left undefined.
-        valid_rows: `[]` int32: rows from there on are left out; None: none.
-        multiplier: `[]` float32; None: 1.
+    Rows from `valid_rows []` on are left out. Where `first []` is true the total is undefined and counts as 0; where
+    `last []` is, the upper bits are rounded to nearest, and the lower ones left undefined.
     """
     product, matrices = weight_product(stored, rows, vocab_axis, CONFIG)
     numbers = {"first": first, "last": last}
@@ -65,9 +56,9 @@ def add_for_weight(
         needed = first | last | (valid_rows > 0)
         numbers |= {"valid_length": valid_rows, "valid_rows": jnp.where(needed, matrices[0].shape[1], 0)}
     product, epilogue = dataclasses.replace(product, held=True), NarrowSumEpilogue(total[0].shape[1])
-    outputs = dict(zip(("upper", "lower"), total, strict=True))
-    name, inputs = "pallas_ce_add_for_weight", {"multiplier": as_input(multiplier)}
-    found = launch.run(name, product, matrices, epilogue, inputs, outputs, numbers)
+    outputs = {"upper": total[0], "lower": total[1]}
+    inputs = {"multiplier": None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)}
+    found = launch.run("pallas_ce_add_for_weight", product, matrices, epilogue, inputs, outputs, numbers)
     return found["upper"], found["lower"]
 
 
@@ -87,7 +78,7 @@ class NarrowSumEpilogue(Epilogue):
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Adds piece by piece; two pieces share one piece of lower bits."""
-        (first, last), held, staging = carry, refs["held"], refs["sum_smem"].at[place.warpgroup]
+        (first, last), thread, staging = carry, refs["thread"], refs["sum_smem"].at[place.warpgroup]
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
         wide, half = staging.shape[-1], values.shape[1] // 2
@@ -99,14 +90,18 @@ class NarrowSumEpilogue(Epilogue):
             def zeros() -> jax.Array:
                 return plgpu.layout_cast(jnp.zeros((values.shape[0], wide), jnp.bfloat16), plgpu.Layout.WGMMA)
 
-            return _bits(lax.cond(first, zeros, lambda: held.read(name, column, wide)))
+            return lax.bitcast_convert_type(
+                lax.cond(first, zeros, lambda: thread.read_held(name, column, wide)), jnp.uint16
+            )
 
-        pl.when(jnp.logical_not(first))(held.wait)
+        pl.when(jnp.logical_not(first))(thread.wait_held)
         count = itertools.count()
         for piece in range(0, half, wide):
             before, after = old("lower", piece), []
             for column, lower in ((piece, before & 0xFF), (piece + half, before >> 8)):
-                new = values[:, column : column + wide] + _float(old("upper", column), lower)
+                new = values[:, column : column + wide]
+                bits = (old("upper", column).astype(jnp.uint32) << 16) | (lower.astype(jnp.uint32) << 8)
+                new += lax.bitcast_convert_type(bits, jnp.float32)
                 bits = lax.bitcast_convert_type(new, jnp.uint32)
                 upper = lax.cond(last, lambda x, bits: x.astype(jnp.bfloat16), lambda x, bits: _narrow(bits), new, bits)
                 target = refs["upper"].at[pl.ds(place.row, BLOCK), pl.ds(place.column + column, wide)]
@@ -114,16 +109,7 @@ class NarrowSumEpilogue(Epilogue):
                 after.append((bits >> 8) & 0xFF)
             target = refs["lower"].at[pl.ds(lower_row, BLOCK), pl.ds(place.block * half + piece, wide)]
             layouts.store_block(staging, next(count), target, _narrow((after[0] | (after[1] << 8)) << 16))
-        pl.when(jnp.logical_not(first))(held.release)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint16)
-
-
-def _float(upper: jax.Array, lower: jax.Array) -> jax.Array:
-    bits = (upper.astype(jnp.uint32) << 16) | (lower.astype(jnp.uint32) << 8)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+        pl.when(jnp.logical_not(first))(thread.release_held)
 
 
 def _narrow(bits: jax.Array) -> jax.Array:

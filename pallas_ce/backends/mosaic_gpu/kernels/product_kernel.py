@@ -71,18 +71,10 @@ def for_hidden(
     dtype: Any = jnp.float32,
     splits: bool = True,
 ) -> jax.Array:
-    """`scale∘stored·weight [n, H]` in `dtype`.
+    """`scale∘stored·weight [n, H]` in `dtype`, of `stored [n, V]`; undefined in rows from `valid_rows []` on.
 
-    Args:
-        stored: `[n, V]`.
-        weight: `[V', H]`, or `[H, V']` with `vocab_axis` 1.
-        vocab_axis: of the weight.
-        valid_rows: `[]` int32: rows of the result from there on are undefined; None: none.
-        existing: `[]` int32: where `stored` is 0 from there on, the weight counts as 0 whatever it is; None: V, and the
-            weight has no other entries in reach of a step, or finite ones.
-        scale: `[n]`; None: 1.
-        dtype: of the result.
-        splits: whether there is memory for partial products, in float32.
+    The weight counts as 0 from its entry `existing []` on, whatever it is; `stored` is 0 there. None: it has no such
+    entries in reach of a step, or finite ones. `splits` tells whether there is memory for partial products.
     """
     rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
     product, matrices = _hidden_product(stored, weight, vocab_axis)
@@ -91,8 +83,7 @@ def for_hidden(
     shape = count, matrices[0].shape[0], hidden_size
     outputs = {"product": jax.ShapeDtypeStruct(shape, dtype if count == 1 else jnp.float32)}
     numbers = {"valid_rows": valid_rows, "finite_length": existing}
-    by_row = None if scale is None else pad(scale, (product.row_blocks * product.config.tile_rows,))
-    inputs = {"row_scale": by_row}
+    inputs = {"row_scale": None if scale is None else pad(scale, (product.padded_rows,))}
     found = launch.run("pallas_ce_for_hidden", product, matrices, ProductEpilogue(), inputs, outputs, numbers)
     return found["product"].sum(axis=0, dtype=jnp.float32)[:rows].astype(dtype)
 
@@ -102,7 +93,6 @@ def add_for_hidden(
     weight: jax.Array,
     vocab_axis: int,
     total: jax.Array,
-    *,
     part: Columns | None = None,
     to_row: jax.Array | None = None,
     valid_rows: jax.Array | None = None,
@@ -118,8 +108,9 @@ def add_for_hidden(
         existing = None if existing is None else existing - part.start
         numbers = {"valid_length": part.count, "first_length": part.start}
     numbers |= {"valid_rows": valid_rows, "to_row": to_row, "finite_length": existing}
-    epilogue, outputs = ProductEpilogue(adds=True), {"product": total}
-    return launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, outputs, numbers)["product"]
+    epilogue = ProductEpilogue(adds=True)
+    found = launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, {"product": total}, numbers)
+    return found["product"]
 
 
 def _hidden_product(stored: jax.Array, weight: jax.Array, vocab_axis: int) -> tuple[Product, tuple[jax.Array, ...]]:
@@ -141,18 +132,11 @@ def for_weight(
     part: Columns | None = None,
     starts: int = 0,
 ) -> jax.Array:
-    """`into`, of the weight's shape, replaced by `multiplier·storedᵀ·rows` or with this product added.
+    """`into`, of the weight's shape, replaced by `multiplier·storedᵀ·rows [n, H]` or, in float32, added to.
 
-    Args:
-        stored: `[n, V]`, or the columns of `part` only.
-        rows: `[n, H]`.
-        vocab_axis: of the weight.
-        into: an array, float32 where something is added.
-        replaced: whether the product replaces old values; a Python bool, or `[]` if known at run time only.
-        valid_rows: `[]` int32: rows from there on are left out; None: none.
-        multiplier: `[]` float32; None: 1.
-        part: the vocabulary entries; None: all.
-        starts: `part.start` is a multiple of its greatest common divisor with a row's length.
+    `stored [n, c]` has the columns of `part`; rows from `valid_rows []` on are left out. `replaced`, a Python bool or
+    `[]`, tells whether the product replaces old values. `part.start` is a multiple of the greatest common divisor of
+    `starts` and a row's length.
     """
     config = weight_config(stored.shape[1], rows.shape[1], vocab_axis)
     product, matrices = weight_product(stored, rows, vocab_axis, config)
@@ -166,10 +150,10 @@ def for_weight(
         numbers["to_row" if vocab_axis == 0 else "to_column"] = part.start
     if not isinstance(replaced, bool):
         numbers["first"] = replaced
-    inputs = {"multiplier": as_input(multiplier)}
+    inputs = {"multiplier": None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)}
     epilogue = ProductEpilogue(starts if vocab_axis else 0, adds=replaced is not True)
-    outputs = {"product": into}
-    return launch.run("pallas_ce_for_weight", product, matrices, epilogue, inputs, outputs, numbers)["product"]
+    found = launch.run("pallas_ce_for_weight", product, matrices, epilogue, inputs, {"product": into}, numbers)
+    return found["product"]
 
 
 def weight_product(
@@ -182,21 +166,12 @@ def weight_product(
     return Product(config, *blocks, stored.shape[0], left_axis=1, right_axis=1), (left, right)
 
 
-def as_input(multiplier: jax.Array | None) -> jax.Array | None:
-    """A factor `[]` as an epilogue reads it."""
-    return None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)
-
-
 @dataclasses.dataclass(frozen=True)
 class ProductEpilogue(Epilogue):
     """Stores a tile of the product, or adds it to the old values.
 
-    The output is `[rows, columns]` or `[parts, rows, columns]`. The number "first" marks the first launch, whose tiles
-    are stored. The product begins at row "to_row" and column "to_column" of the output.
-
-    Attributes:
-        starts: see `Epilogue`.
-        adds: whether tiles are added, except in the first launch.
+    The output is `[rows, columns]` or `[parts, rows, columns]`. The product begins at its row "to_row" and column
+    "to_column". Tiles are added where `adds`, except in the launch that the number "first" marks.
     """
 
     starts: int = 0
@@ -212,9 +187,8 @@ class ProductEpilogue(Epilogue):
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
         if "row_scale" in refs:
-            values *= layouts.along_columns(
-                layouts.rows_of(refs["row_scale"], place.row, place.config.rows), values.shape
-            )
+            by_row = layouts.rows_of(refs["row_scale"], place.row, place.config.rows)
+            values *= layouts.along_columns(by_row, values.shape)
         target = refs["product"]
         row = place.row + loop.number(refs, "to_row", ROW_MULTIPLE)
         column = place.column + loop.number(refs, "to_column", math.gcd(loop.STEP, target.shape[-1], self.starts))

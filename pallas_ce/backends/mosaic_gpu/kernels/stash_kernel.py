@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
+from pallas_ce.backends.mosaic_gpu.kernels import epilogues, forward_kernel, operands
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK
 from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
@@ -38,23 +38,22 @@ def stash(
     and in rows from N on. `reference [N]` is finite. Rows from `valid_rows []` on are undefined, and whole tiles of
     them skipped. In an earlier `E` to write `into`, skipped rows keep their exponentials.
     """
-    spec = head.spec
+    rows, spec = hidden.shape[0], head.spec
     # The sums of u are the same for all rows.
     fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
-    config = operands.tiles_of("stash", head, hidden.shape[0], 1 + partials.vectors(names))
-    given, rows = operands.operands(head, hidden, config, reads_logit_weights(names)), hidden.shape[0]
-    shape = operands.stored_shape(rows, spec.vocab_size)
-    epilogue = StashEpilogue(given.logits, fields)
+    config = operands.tiles_of("stash", head, rows, 1 + forward_kernel.vectors(names))
+    given = operands.operands(head, hidden, config, reads_logit_weights(names))
     # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the kernel
     # always reads how many rows are valid, and always writes into an array.
     numbers = {"valid_rows": jnp.int32(rows) if valid_rows is None else valid_rows}
-    outputs = partials.outputs(fields, given.product.column_blocks, given.padded_rows)
-    outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
-    found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
+    outputs = forward_kernel.outputs(fields, given.product)
+    outputs["stash"] = lax.empty(operands.stored_shape(rows, spec.vocab_size), spec.dtype) if into is None else into
+    inputs = {"reference": given.by_row(reference)}
+    found = given.run("pallas_ce_stash", StashEpilogue(given.logits, fields), outputs, inputs, numbers)
     stored = found.pop("stash")
 
     def partial() -> Partial:
-        whole = jax.tree.map(lambda x: x[:rows], partials.read(found, fields, add))
+        whole = jax.tree.map(lambda x: x[:rows], forward_kernel.read(found, fields, add))
         if whole.weighted_sum is None:
             return whole
         u = head.tile_logit_weights(0, given.logits.columns)
@@ -75,14 +74,15 @@ class StashEpilogue(Epilogue):
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads the rows' references; tall tiles leave no register to hold them during the product."""
-        return _reference(refs, place) if place.config.rows <= BLOCK else None
+        return layouts.rows_of(refs["reference"], place.row, place.config.rows) if place.config.rows <= BLOCK else None
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores exponentials rounded, and sums them unrounded."""
-        whole, reference = None, _reference(refs, place) if carry is None else carry
+        whole = None
+        reference = layouts.rows_of(refs["reference"], place.row, place.config.rows) if carry is None else carry
         of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
         of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
-        for first, piece in epilogues.pieces(values, place.config.width):
+        for first, piece in epilogues.pieces(values, place.config.piece):
             column = place.column + first
             z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
             # In this order no register spills: each piece leaves the registers as soon as it can.
@@ -93,8 +93,4 @@ class StashEpilogue(Epilogue):
             whole = part if whole is None else add(whole, part)
             self.store(refs, place, first, exp)
         assert whole is not None
-        partials.write(refs, place, whole)
-
-
-def _reference(refs: dict[str, Any], place: Place) -> jax.Array:
-    return layouts.rows_of(refs["reference"], place.row, place.config.rows)
+        forward_kernel.write(refs, place, whole)
