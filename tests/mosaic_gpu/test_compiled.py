@@ -16,7 +16,6 @@ from pallas_ce.backends import entries
 from pallas_ce.backends.mosaic_gpu.kernels import (
     dlogits_kernel,
     forward_kernel,
-    narrow_sum,
     product_kernel,
     stash_kernel,
 )
@@ -394,7 +393,7 @@ def test_products_with_all_their_tiles(config: Config, vocab_axis: int, monkeypa
             product_kernel.add_for_hidden(stored, weight, vocab_axis, total, valid_rows=valid),
             product_kernel.for_weight(*given, new, multiplier=total[0, 0]),
             product_kernel.for_weight(*given, weights_total, replaced=valid == 0, valid_rows=valid),
-            narrow_sum.add_for_weight(
+            product_kernel.add_narrow_for_weight(
                 *given, (weight, lower), first=valid == 0, last=valid == 1, valid_rows=valid, multiplier=total[0, 0]
             ),
         )
@@ -402,7 +401,7 @@ def test_products_with_all_their_tiles(config: Config, vocab_axis: int, monkeypa
     n, v, h = 2048, 32768, 1024
     of_weight = (v, h) if vocab_axis == 0 else (h, v)
     given = shaped(((n, v), jnp.bfloat16), (of_weight, jnp.bfloat16), ((n, h), jnp.bfloat16))
-    lower = shaped((narrow_sum.lower_shape(*of_weight), jnp.bfloat16))
+    lower = shaped((product_kernel.lower_shape(*of_weight), jnp.bfloat16))
     clean(run, *given, *shaped(((n, h), jnp.float32), (of_weight, jnp.float32), ((), jnp.int32)), *lower)
 
 

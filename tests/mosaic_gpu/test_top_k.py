@@ -11,8 +11,7 @@ import pytest
 
 from pallas_ce import linear_top_k
 from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel
-from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP
-from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
+from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP, StoredBlocks
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import finalise
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES

@@ -9,9 +9,14 @@ from pallas_ce.backends import entries
 from pallas_ce.backends.kernel_backend import KernelBackend
 from pallas_ce.backends.mosaic_gpu import plans, schedule
 from pallas_ce.backends.mosaic_gpu.block import MosaicBlock
-from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, materialized_kernel, narrow_sum, operands
+from pallas_ce.backends.mosaic_gpu.kernels import (
+    forward_kernel,
+    logits_kernel,
+    materialized_kernel,
+    operands,
+    product_kernel,
+)
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel, device_refusal
-from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
@@ -39,7 +44,7 @@ class MosaicGpuBackend(KernelBackend):
 
     name = "mosaic_gpu"
     materialized = materialized_kernel
-    top_k = StoredBlocks
+    top_k = logits_kernel.StoredBlocks
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Refuses temperatures by row, operands and precisions that the kernels do not know, and other devices."""
@@ -76,11 +81,11 @@ class MosaicGpuBackend(KernelBackend):
         return plans.by_rows(spec, tokens, mode, scratch_bytes, spare_bytes)
 
     def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
-        """See `narrow_sum`."""
+        """See `product_kernel`."""
         if spec.dtype != jnp.bfloat16:
             return None
         shape = spec.weight_rows, spec.hidden_size
-        return narrow_sum.lower_shape(*(shape if spec.vocab_axis == 0 else shape[::-1]))
+        return product_kernel.lower_shape(*(shape if spec.vocab_axis == 0 else shape[::-1]))
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, rows: int) -> Launch:
         """The kernel that makes logits for plain cross entropy."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.kernel_backend import KernelBlock
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, product_kernel, stash_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, product_kernel, stash_kernel
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import WeightGradient
@@ -62,7 +62,7 @@ class MosaicBlock(KernelBlock):
         if bits is not None:
             assert self.last is not None
             given, first = (operand, rows, axis, (whole, bits)), jnp.logical_not(adds)
-            whole, bits = narrow_sum.add_for_weight(*given, first=first, last=self.last, **shared)
+            whole, bits = product_kernel.add_narrow_for_weight(*given, first=first, last=self.last, **shared)
             return total._replace(array=whole, bits=bits)
         if part is not None:
             # A sum of the part alone: the last part starts early, and its own columns come last in it.

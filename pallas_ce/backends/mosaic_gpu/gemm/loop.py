@@ -43,15 +43,11 @@ class Place(NamedTuple):
 
 
 class Epilogue(abc.ABC):
-    """What a kernel does with a tile; `refs` holds inputs, outputs and scratch by name. Hashable.
+    """What a kernel does with a tile; `refs` holds inputs, outputs and scratch by name. Hashable."""
 
-    Attributes:
-        target: the array that `store` writes to: an output or, where none has the name, the stored numbers themselves.
-        starts: tiles are stored from a column on that is a multiple of its greatest common divisor with a row's length.
-    """
-
+    # The array that `store` writes to: an output or, where none has the name, the stored numbers themselves.
     target: ClassVar[str | None] = None
-    starts: int = 0
+    starts: int = 0  # tiles are stored from a multiple of its greatest common divisor with a row's length on
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Shared memory to allocate, by name."""
