@@ -7,7 +7,6 @@ for each of `Partial`, `TERMS` for the terms of dlogits that probabilities scale
 compare its translations with these.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -112,8 +111,7 @@ def mean_distance(part: Partial) -> jax.Array:
     return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), _TINY)
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """How a field of `Partial` is accumulated."""
 
     tile: Callable[[LogitsTile, Partial], jax.Array]  # `[n]` for one tile; it may read the fields before it
@@ -185,8 +183,7 @@ FIELDS: dict[str, Field] = {
 Values = dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """A term `p_j · coefficient · factor_j` of dlogits."""
 
     # `(p, log p, coefficients)`, `[n, c]` each of the first two; None: 1. `log p` is 0 where p is.
@@ -226,8 +223,7 @@ TERMS: dict[str, Term] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Statistic:
+class Statistic(NamedTuple):
     """A primitive statistic."""
 
     fields: tuple[str, ...]  # of `Partial`, which it is made of
@@ -354,8 +350,7 @@ def spread(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
 
 
-@dataclasses.dataclass(frozen=True)
-class Derived:
+class Derived(NamedTuple):
     """A statistic that is a sum or difference of primitive ones; backends never see its name."""
 
     parts: tuple[str, ...]

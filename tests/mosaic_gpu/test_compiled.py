@@ -17,7 +17,6 @@ from pallas_ce.backends.mosaic_gpu.kernels import (
     dlogits_kernel,
     forward_kernel,
     product_kernel,
-    stash_kernel,
 )
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -336,7 +335,7 @@ def compiled_kernel(
             found = forward_kernel.statistics(head, hidden, names)
             return entries.with_targets(found, head, Batch(hidden, labels), names)
         if kernel == "stash":
-            partial, stored = stash_kernel.stash(head, hidden, by_row, names)
+            partial, stored = forward_kernel.stash(head, hidden, by_row, names)
             return partial(), stored
         return dlogits_kernel.dlogits(head, hidden, by_row, coefficients_of(names, by_row))
 

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_ce.backends import entries, reference
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, stash_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, from_reference
@@ -133,7 +133,7 @@ def test_stash(p: Problem, interpreted: Any) -> None:
     names = LOSS if p.head.bias is None else EVERY
 
     def run(head: Any, h: jax.Array, e: jax.Array) -> Any:
-        partial, stored = stash_kernel.stash(head, h, e, names)
+        partial, stored = forward_kernel.stash(head, h, e, names)
         return partial(), stored
 
     partial, stored = interpreted(run)(p.head, p.hidden, e)

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.kernel_backend import KernelBlock
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, product_kernel, stash_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, product_kernel
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import WeightGradient
@@ -31,7 +31,7 @@ class MosaicBlock(KernelBlock):
     ) -> tuple[Callable[[], Partial], jax.Array]:
         """Launches one kernel, which may have no row to compute."""
         rows, into = again or (self.valid_rows, None)
-        return stash_kernel.stash(self.head, self.batch.hidden, reference, names, rows, into)
+        return forward_kernel.stash(self.head, self.batch.hidden, reference, names, rows, into)
 
     def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
         """Launches one kernel."""

@@ -31,9 +31,6 @@ _MORE_BLOCKS = 4
 
 _MOST_BLOCKS = 64
 
-# Numbers of a row in one step; a low-rank term's operands are padded to whole steps.
-_DEPTH = Config().depth
-
 # Recompute: how many widths of a tile are compared; the logits of a product that take as long as moving H bytes, at 700
 # TFLOP/s and 4 TB/s, where the product hides about half of the moving; and the operations in the 20 us that the small
 # kernels of a block's tile take.
@@ -142,7 +139,7 @@ def _scratch(
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     shape = operands.stored_shape(rows, columns)
-    term = narrow * operands.round_up(spec.rank, _DEPTH) * (shape[0] + spec.weight_rows)
+    term = narrow * operands.round_up(spec.rank, Config.depth) * (shape[0] + spec.weight_rows)
     several, block, size = blocks > 1, rows * spec.hidden_size, spec.hidden_size
     if mode is None:
         return term + _partial_bytes(spec, 1) + narrow * block * several

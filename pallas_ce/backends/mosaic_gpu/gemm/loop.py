@@ -169,9 +169,7 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
     ring: dict[str, Any] = {
         "full": plgpu.Barrier(num_arrivals=len(slots), num_barriers=config.stages),
         "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
-    }
-    for name, slot in slots.items():
-        ring[name] = plgpu.SMEM((config.stages, *slot), dtype, transforms=transforms)
+    } | {name: plgpu.SMEM((config.stages, *slot), dtype, transforms=transforms) for name, slot in slots.items()}
     if "finite_length" in refs:
         ring["cleared"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
 

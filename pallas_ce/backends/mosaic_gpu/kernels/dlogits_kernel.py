@@ -36,7 +36,7 @@ def dlogits(
     """dlogits in the compute dtype, of the shape `operands.stored_shape`, without single entries (see `entries`).
 
     Columns of a `part`, from a multiple of the kernels' steps on, are stored from column 0 on. Undefined are the same
-    entries as in `stash_kernel.stash`, and columns behind the part from the next tile on.
+    entries as in `forward_kernel.stash`, and columns behind the part from the next tile on.
     """
     vectors, width = vectors_by_row(coefficients, reference), head.spec.vocab_size if part is None else part.size
     config = operands.tiles_of("dlogits", head, hidden.shape[0], len(vectors.keys() - {"reference"}))

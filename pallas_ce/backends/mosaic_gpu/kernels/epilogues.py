@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.table import Partial, mean_distance
 
 LOG2E = math.log2(math.e)
@@ -87,8 +88,7 @@ def piece_partial(
     shape = z.shape
     found: dict[str, jax.Array] = {}
     if "weighted_sum" in fields:
-        assert reference is not None
-        measured = z - layouts.along_columns(reference, shape)
+        measured = z - layouts.along_columns(present(reference), shape)
         if "u" in refs:
             u = layouts.columns_of(refs["u"], column, shape)
             found["weighted_sum"] = layouts.sum_of_rows(jnp.where((u != 0) & (measured != 0), u * measured, 0.0))
@@ -113,8 +113,7 @@ def piece_partial(
         found["argmax"] = column + place.min(axis=1)
     exp = None
     if "sum_exp" in fields:
-        assert reference is not None
-        distance = z - layouts.along_columns(reference, shape)
+        distance = z - layouts.along_columns(present(reference), shape)
         if "sum_exp_shifted" in fields:
             distance = jnp.maximum(distance, FARTHEST)
         exp = jnp.exp2(distance * LOG2E)

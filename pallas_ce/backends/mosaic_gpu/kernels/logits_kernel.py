@@ -132,13 +132,11 @@ class StoredBlocks:
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `protocol.TopKFinder`."""
-        del plan
-        rows = batch.hidden.shape[0]
         stored, maxima, partial = logits(head, batch.hidden, batch.inverse_temperature)
         # Padding's rows are undefined, and dropped at the end: a slice of the stored array might be a copy.
         padded = stored.shape[0]
         found = selection.largest_in_groups(stored.reshape(padded, -1, GROUP), self.k, maxima.T[:padded])
-        return jax.tree.map(lambda x: x[:rows], found), partial
+        return jax.tree.map(lambda x: x[: len(batch.hidden)], found), partial
 
     def _scratch(self, rows: int) -> int:
         """Bytes of logits, maxima in full tiles, candidates and hidden states."""

@@ -116,10 +116,9 @@ def add_for_hidden(
     N is a multiple of 8, and `stored` holds the columns of `part` only; `existing` counts from the vocabulary's first.
     """
     product, matrices = _hidden_product(stored, weight, vocab_axis)
-    numbers: dict[str, Any] = {}
-    if part is not None:
-        existing = None if existing is None else existing - part.start
-        numbers = {"valid_length": part.count, "first_length": part.start}
+    numbers = {} if part is None else {"valid_length": part.count, "first_length": part.start}
+    if part is not None and existing is not None:
+        existing = existing - part.start
     numbers |= {"valid_rows": valid_rows, "to_row": to_row, "finite_length": existing}
     epilogue = ProductEpilogue(adds=True)
     found = launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, {"product": total}, numbers)
@@ -153,16 +152,15 @@ def for_weight(
     """
     config = weight_config(stored.shape[1], rows.shape[1], vocab_axis)
     product, matrices = weight_product(stored, rows, vocab_axis, config)
-    numbers: dict[str, Any] = {"valid_length": valid_rows}
     limit = stored.shape[1] if part is None or part.count is None else part.count
     if valid_rows is not None and replaced is not True:  # nothing is added where no row is valid
         limit = jnp.where(replaced | (valid_rows > 0), limit, 0)
-    if isinstance(limit, jax.Array):
-        numbers["valid_rows" if vocab_axis == 0 else "valid_columns"] = limit
-    if part is not None:
-        numbers["to_row" if vocab_axis == 0 else "to_column"] = part.start
-    if not isinstance(replaced, bool):
-        numbers["first"] = replaced
+    numbers = {
+        "valid_length": valid_rows,
+        ("valid_rows", "valid_columns")[vocab_axis]: limit if isinstance(limit, jax.Array) else None,
+        ("to_row", "to_column")[vocab_axis]: None if part is None else part.start,
+        "first": None if isinstance(replaced, bool) else replaced,
+    }
     inputs = {"multiplier": None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)}
     epilogue = ProductEpilogue(starts if vocab_axis else 0, adds=replaced is not True)
     found = launch.run("pallas_ce_for_weight", product, matrices, epilogue, inputs, {"product": into}, numbers)
