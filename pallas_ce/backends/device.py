@@ -59,12 +59,10 @@ def multiprocessors() -> int:
 class Gpus(NamedTuple):
     """GPUs of one compute capability.
 
-    Attributes:
-        models: names, in which an x stands for any digit. By them are known those that a program is compiled for and
-            that are not there to be asked.
-        kernels: the implementations that are for them, in the order in which one is chosen by default. With each the
-            file of its results on such a GPU, or None where it was compiled for one and never run: who has one finds
-            out by `python -m pallas_ce.check_device`, and the file that it writes belongs in `experiments/results`.
+    A program that is compiled for one that is not there to be asked knows it by the names of `models`, in which an x
+    stands for any digit. `kernels` are the implementations for them, the default first. With each stands the file of
+    its results on such a GPU, or None where it was compiled for one and never run: who has one finds out by
+    `python -m pallas_ce.check_device`, and the file that it writes belongs in `experiments/results`.
     """
 
     models: tuple[str, ...]

@@ -4,6 +4,8 @@ A logit is a product of two vectors, which XLA gathers and sums. To look for one
 cost a kernel a comparison, a selection and an addition for each logit: two to four per cent of a call.
 """
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial, fields_of, spread
+from pallas_ce.streaming.loops import device_cond
 
 # The bits of a float32 number that TF32 has: sign, exponent and a part of the significand.
 _TF32_BITS = 0xFFFFE000
@@ -117,3 +120,20 @@ def put_among(stored: jax.Array, entries: Entries, start: jax.Array | int, first
         inside = (columns >= first) & (columns < first + count)
         stored = put(stored, jnp.where(inside, columns - start, -1), values)
     return stored
+
+
+def zeroed(dlogits: jax.Array, rows: jax.Array | None, columns: jax.Array | None = None) -> jax.Array:
+    """`dlogits [n, c]` with 0 in rows from `rows []` and in columns from `columns []` on, where kernels stored nothing.
+
+    None: they stored all. In the array's own memory, and no work where all counts.
+    """
+    bounds = [(axis, count) for axis, count in enumerate((rows, columns)) if count is not None]
+    if not bounds:
+        return dlogits
+    whole = functools.reduce(operator.and_, (count >= dlogits.shape[axis] for axis, count in bounds))
+
+    def blanked() -> jax.Array:
+        counts = (lax.broadcasted_iota(jnp.int32, dlogits.shape, axis) < count for axis, count in bounds)
+        return jnp.where(functools.reduce(operator.and_, counts), dlogits, 0)
+
+    return device_cond(whole, lambda: dlogits, blanked)

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends import entries, low_rank
+from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics import gradient as coef
@@ -45,7 +45,7 @@ from pallas_ce.statistics.gradient import exponent_above, power_of_two
 from pallas_ce.statistics.row import Partial, from_reference, spread
 from pallas_ce.statistics.table import log_sum
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, WeightGradient
-from pallas_ce.streaming.tiles import pad
+from pallas_ce.streaming.tiles import Columns, pad
 
 # Vocabulary entries, evenly spaced, from which an lse is guessed; their exponentials may reach e^80 each.
 _SAMPLE = 64
@@ -56,23 +56,14 @@ _HIGHEST = 1e30
 
 
 class Range(NamedTuple):
-    """The range of a format.
+    """The range of a format."""
 
-    Attributes:
-        above_target: how far above the logit of a row's target the reference is put; None: the range is too narrow.
-        below: how far below a guessed lse it is put in that case, and where there are no targets.
-        low: least `lse - reference` at which E keeps its accuracy.
-        high: largest one at which it does not overflow.
-        largest: of entries that are replaced.
-        logarithms: whether logits can be read back from exponentials; else dlogits that need them are recomputed.
-    """
-
-    above_target: float | None
-    below: float
-    low: float
-    high: float
-    largest: float
-    logarithms: bool
+    above_target: float | None  # how far above a target's logit the reference is put; None: the range is too narrow
+    below: float  # how far below a guessed lse it is put in that case, and where there are no targets
+    low: float  # least `lse - reference` at which E keeps its accuracy
+    high: float  # largest one at which it does not overflow
+    largest: float  # of entries that are replaced
+    logarithms: bool  # whether logits can be read back from E; else dlogits that need them are recomputed
 
 
 # bfloat16 has float32's exponents. They are to hold the squares of exponentials too: e^(2·high) at most, and in the
@@ -87,36 +78,22 @@ _RANGES = {"bfloat16": _FLOAT32, "float16": Range(None, 5.0, -1.0, 10.0, 2.0**15
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stash:
-    """One block's logits, as its products need them.
+    """One block's logits, as its products need them."""
 
-    Attributes:
-        exponentials: E, `[n, V]` or with padding in either axis.
-        reference: `[n]`, e.
-        target_logit: in the labels' shape, or None.
-        max_logit: `[n]` or None.
-        names: of the statistics that were made with it.
-    """
-
-    exponentials: jax.Array
-    reference: jax.Array
-    target_logit: jax.Array | None
-    max_logit: jax.Array | None
-    names: frozenset[str] = dataclasses.field(metadata={"static": True})
+    exponentials: jax.Array  # E, `[n, V]` or with padding in either axis
+    reference: jax.Array  # `[n]`, e
+    target_logit: jax.Array | None  # in the labels' shape
+    max_logit: jax.Array | None  # `[n]`
+    names: frozenset[str] = dataclasses.field(metadata={"static": True})  # of the statistics that were made with it
 
 
 @dataclasses.dataclass(frozen=True)
 class Block(abc.ABC):
-    """One block's work; a backend brings two kernels, for exponentials and for dlogits, and two products.
-
-    Attributes:
-        head: the head.
-        batch: its rows.
-        valid_rows: `[]` int32: rows from there on are skipped; None: none.
-    """
+    """One block's work; a backend brings two kernels, for exponentials and for dlogits, and two products."""
 
     head: Head
     batch: Batch
-    valid_rows: jax.Array | None
+    valid_rows: jax.Array | None  # `[]` int32: rows from there on are skipped; None: none
 
     @abc.abstractmethod
     def exponentials(
@@ -133,16 +110,18 @@ class Block(abc.ABC):
         """
 
     @abc.abstractmethod
-    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
-        """dlogits without single entries in place of `operand`."""
+    def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
+        """dlogits without single entries, recomputed: `[n, c]` of a part, or of all columns in place of `into`."""
 
     @abc.abstractmethod
     def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
         """`scale∘operand·weight [n, H]`, with `scale [n]`; it may be rounded to `dtype`."""
 
     @abc.abstractmethod
-    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
-        """`total` with `operandᵀ·rows`, in the weight's layout, in its array and bits."""
+    def for_weight(
+        self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
+    ) -> WeightGradient:
+        """`total` with `operandᵀ·rows` of a part or all columns, in the weight's layout, in its array and bits."""
 
     def _all_rows_unless(self, fits: jax.Array) -> jax.Array:
         """`[]` int32: 0 where all of every valid row of `fits`, `[n]` or `[n, K]`, does, else how many are valid."""
@@ -195,13 +174,13 @@ class Block(abc.ABC):
         elif _RANGES[spec.dtype.name].logarithms:
             operand = self._formed(gradient, stash)
         else:
-            operand = self.recomputed(gradient, stash.exponentials)
+            operand = self.dlogits(gradient, into=stash.exponentials)
         for columns, exact in replaced:
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / spread(scale, exact)))
         operand = operand[:rows, : spec.vocab_size]
         if head.up is not None:
-            operand = low_rank.zeroed(operand, self.valid_rows)
+            operand = entries.zeroed(operand, self.valid_rows)
         for_hidden, for_down, weight, bits, bias_sum, up_sum = None, None, None, None, sums.bias, sums.up
         if needs.hidden:
             for_hidden = self.for_hidden(operand, scale, hidden_dtype or spec.accumulator)
@@ -274,20 +253,14 @@ class Block(abc.ABC):
 def _reference(head: Head, batch: Batch, bounds: Range) -> jax.Array:
     """`[n]`: what each row's exponentials are measured from at first.
 
-    With labels it comes from the target's logit, which is computed anyway. A guess of the lse from sampled columns
-    takes a product, and XLA a second to choose one by timing many.
+    With labels it comes from the target's logit, which is computed anyway. Else it is below a guess of the lse, as it
+    would be if a few columns stood for all: that takes a product, and XLA a second to choose one by timing many.
     """
-    labels = batch.labels
-    if bounds.above_target is None or labels is None:
-        return _guess_lse(head, batch) - bounds.below
-    # A row without a target may count all the same: it takes the vocabulary's first entry.
-    one_each = jnp.maximum(labels if labels.ndim == 1 else labels[:, 0], 0)
-    return entries.existing(head, batch, one_each) + bounds.above_target
-
-
-def _guess_lse(head: Head, batch: Batch) -> jax.Array:
-    """`[n]`: the lse that every row would have if a few columns stood for all of its logits."""
-    spec = head.spec
+    spec, labels = head.spec, batch.labels
+    if bounds.above_target is not None and labels is not None:
+        # A row without a target may count all the same: it takes the vocabulary's first entry.
+        one_each = jnp.maximum(labels if labels.ndim == 1 else labels[:, 0], 0)
+        return entries.existing(head, batch, one_each) + bounds.above_target
     stride = max(1, spec.vocab_size // _SAMPLE)
     stop = min(spec.vocab_size, stride * _SAMPLE)
     logits = head.columns(lambda x, axis: lax.slice_in_dim(x, 0, stop, stride, axis)).logits(batch)
@@ -297,7 +270,7 @@ def _guess_lse(head: Head, batch: Batch) -> jax.Array:
     # lies so far above it that float32 would overflow makes the guess a bad one, as it would most likely be anyway.
     first = jnp.where(jnp.isfinite(logits[:, :1]), logits[:, :1], 0.0)
     total = jnp.exp(jnp.minimum(logits - first, _FARTHEST_ABOVE)).sum(axis=1)
-    return first[:, 0] + jnp.log(total * (spec.vocab_size / logits.shape[1]))
+    return first[:, 0] + jnp.log(total * (spec.vocab_size / logits.shape[1])) - bounds.below
 
 
 def _usable(reference: jax.Array) -> jax.Array:

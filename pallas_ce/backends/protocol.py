@@ -26,85 +26,53 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 
 class Plan(NamedTuple):
-    """Block sizes of a call; static.
+    """Block sizes of a call; static."""
 
-    Attributes:
-        rows: rows of a block.
-        columns: vocabulary columns of a tile.
-        scratch_bytes: what the blocks take at their largest, beside inputs, outputs and accumulators.
-        vocab_size: entries that the tiles cover: V, or with some of the weight's padding, whose logits do not count.
-        skips_rows: whether work on a block skips the rows behind its `filled` ones by itself.
-        splits: whether the scratch has room for a product of few rows in parts, which fill the chip and are added up.
-        slower: why the other backward mode is faster however large the blocks, as the end of a sentence; else None.
-        last_apart: see `Tiles`.
-    """
-
-    rows: int
-    columns: int
-    scratch_bytes: int
-    vocab_size: int
-    skips_rows: bool = False
-    splits: bool = True
-    slower: str | None = None
-    last_apart: bool = False
+    rows: int  # of a block
+    columns: int  # vocabulary columns of a tile
+    scratch_bytes: int  # what the blocks take at their largest, beside inputs, outputs and accumulators
+    vocab_size: int  # entries that the tiles cover: V, or with some of the weight's padding, whose logits do not count
+    skips_rows: bool = False  # whether work on a block skips the rows behind its `filled` ones by itself
+    splits: bool = (
+        True  # whether there is room for a product of few rows in parts, which fill the chip and are added up
+    )
+    slower: str | None = None  # why the other mode is faster however large the blocks, as the end of a sentence
+    last_apart: bool = False  # see `Tiles`
 
 
 class Gradient(NamedTuple):
-    """What the gradients of n rows are made of.
+    """What the gradients of n rows are made of."""
 
-    Attributes:
-        coefficients: `[n]` each, normalised and `measured_from_largest`; 0 in rows that are not valid.
-        reference: `[n]`, what logits are measured from: each row's largest one; None where no term needs it.
-        argmax: `[n]`; None where no term needs it.
-        needs: which products, see `needed_products`.
-        factor: `[]`, what undoes the normalisation.
-        weight_sum: in_forward's, where the weight's share goes; None if it is not needed.
-        hidden_dtype: which hidden's share of in_forward may be rounded to; None: the accumulator dtype.
-    """
-
-    coefficients: Coefficients
-    reference: jax.Array | None = None
-    argmax: jax.Array | None = None
-    needs: PerInput[bool] = NO_GRADIENT
-    factor: jax.Array | float = 1.0
-    weight_sum: WeightGradient | None = None
-    hidden_dtype: np.dtype | None = None
+    coefficients: Coefficients  # `[n]` each, normalised and `measured_from_largest`; 0 in rows that are not valid
+    reference: jax.Array | None = None  # `[n]`, each row's largest logit, which others are measured from, if needed
+    argmax: jax.Array | None = None  # `[n]`, if needed
+    needs: PerInput[bool] = NO_GRADIENT  # which products, see `needed_products`
+    factor: jax.Array | float = 1.0  # `[]`, what undoes the normalisation
+    weight_sum: WeightGradient | None = None  # in_forward's, where the weight's share goes, if it is needed
+    hidden_dtype: np.dtype | None = None  # hidden's share of in_forward may be rounded to it; None: the accumulator's
 
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What holds of all that a backend does.
+    """What holds of all that a backend does."""
 
-    Attributes:
-        checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
-        large_blocks: whether larger blocks are worth the memory: by default twice as much for float32 operands, and for
-            in_forward as much as the weight's wide sum, which a single block does without; see `How.block_sizes`.
-        wide_stash: whether in_forward's stash takes the bytes of the wide logits, and a single block more than those.
-        cuda_only: whether it runs on CUDA devices alone.
-        adds_in_place: whether `stash_products` adds to the weight's sum even for the first of several blocks, so that
-            it has to begin as zeros: products are then added where the sum lies, and no choice stands between.
-        casts_whole: whether a weight of another dtype than the operands' is copied as a whole, and not tile by tile.
-    """
-
-    checked_regions: bool = True
+    checked_regions: bool = True  # whether it can be traced inside a `shard_map` with `check_vma=True`
+    # Whether larger blocks are worth the memory: by default twice as much for float32 operands, and for in_forward as
+    # much as the weight's wide sum, which a single block does without; see `How.block_sizes`.
     large_blocks: bool = False
-    wide_stash: bool = False
-    cuda_only: bool = False
+    wide_stash: bool = False  # whether in_forward's takes the bytes of the wide logits, and a single block more
+    cuda_only: bool = False  # whether it runs on CUDA devices alone
+    # Whether `stash_products` adds to the weight's sum even for the first of several blocks, so that it has to begin as
+    # zeros: products are then added where the sum lies, and no choice stands between.
     adds_in_place: bool = False
-    casts_whole: bool = False
+    casts_whole: bool = False  # whether a weight of another dtype than the operands' is copied as a whole
 
 
 class Launch(NamedTuple):
-    """A kernel that makes a block's logits, as `explain` tells it.
+    """A kernel that makes a block's logits, as `explain` tells it."""
 
-    Attributes:
-        kernel: its name, as profilers show it.
-        tile_rows: rows of the tile that a thread block works on.
-        tile_columns: its vocabulary columns.
-    """
-
-    kernel: str
-    tile_rows: int
+    kernel: str  # its name, as profilers show it
+    tile_rows: int  # of the tile that a thread block works on
     tile_columns: int
 
 

@@ -35,10 +35,8 @@ def load(name: str) -> Backend:
 class Default(NamedTuple):
     """How an implementation that nobody asked for by name was chosen; static and hashable.
 
-    Attributes:
-        instead: the implementation that takes over where the chosen one cannot serve: for shares of a call that only
-            its partitioner knows, and on other platforms.
-        certain: whether the program is known to be lowered for the device that was chosen for.
+    Another takes over `instead` where it cannot serve: for shares of a call that only its partitioner knows, and on
+    other platforms. It is `certain` where the program is known to be lowered for the device that was chosen for.
     """
 
     instead: str

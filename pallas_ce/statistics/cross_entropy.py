@@ -46,12 +46,7 @@ def reduce_rows(
 ) -> jax.Array:
     """`w_i·values_i` of the rows that count: each, their sum, or their sum over `normalizer`, by default `Σ w_i`.
 
-    Args:
-        values: `[N]`.
-        mask: `[N]` bool, which rows count; None: all. The others are 0 and have gradients of exactly 0.
-        token_weights: w `[N]`, or None for 1.
-        reduction: "none", "sum" or "mean"; 0 where no row counts.
-        normalizer: `[]` or None.
+    Rows that the `mask` turns off are 0 and have gradients of exactly 0. Where no row counts the mean is 0.
     """
     weights = jnp.ones_like(values) if token_weights is None else token_weights.astype(values.dtype)
     if mask is not None:
@@ -78,16 +73,11 @@ class CrossEntropy:
     difference of rounded logits.
 
     A factor or term whose c, α, β or w the inputs lack is left out.
-
-    Attributes:
-        smoothing: whether α is there.
-        regularised: whether β is there.
-        normalised: whether each row is divided by the normalisers.
     """
 
-    smoothing: bool
-    regularised: bool
-    normalised: bool
+    smoothing: bool  # whether α is there
+    regularised: bool  # whether β is there
+    normalised: bool  # whether each row is divided by the normalisers
     defined_at_zero: ClassVar[bool] = True
 
     @property

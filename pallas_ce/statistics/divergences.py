@@ -36,15 +36,10 @@ _LSE = frozenset({"lse"})
 
 
 class Divergence(NamedTuple):
-    """Which divergence; static and hashable.
-
-    Attributes:
-        name: see the module.
-        beta: β of "jsd", the teacher's share of the mixture; unused by the others.
-    """
+    """Which divergence; static and hashable."""
 
     name: Name
-    beta: float
+    beta: float  # β of "jsd", the teacher's share of the mixture; unused by the others
 
     @property
     def passes(self) -> int:
@@ -73,31 +68,22 @@ class PairStatistics(NamedTuple):
     A row in which either head's logits are all -inf has no pair of distributions. Its divergence is 0, and both its
     normalisers are +inf here, so that every probability computed from them is 0 and so are its gradients. In a row with
     a NaN or +inf of either head both are NaN.
-
-    Attributes:
-        value: the divergence.
-        student: the normaliser of the student's tempered logits.
-        teacher: of the teacher's.
-        expected: what the gradient subtracts: KL(p‖q) for "reverse_kl", KL(p‖m) for "jsd", 0 for "forward_kl".
     """
 
-    value: jax.Array
-    student: Normaliser
-    teacher: Normaliser
-    expected: jax.Array
+    value: jax.Array  # the divergence
+    student: Normaliser  # of the student's tempered logits
+    teacher: Normaliser  # and of the teacher's
+    expected: jax.Array  # what the gradient subtracts: "reverse_kl": KL(p‖q), "jsd": KL(p‖m), "forward_kl": 0
 
 
 class PairPartial(NamedTuple):
     """The sums of each row over part of the vocabulary.
 
-    Attributes:
-        student: maximum and sum of exponentials of the student's logits.
-        teacher: the same of the teacher's.
-        cross: `Σ e^{x-m_x} ((x-m_x) - (y-m_y))`, with x the logits of the side that the expectation is over, y the
-            other side's and `m` the maxima; None for "jsd".
+    `cross` is `Σ e^{x-m_x} ((x-m_x) - (y-m_y))`, with x the logits of the side that the expectation is over, y the
+    other side's and `m` the maxima; None for "jsd".
     """
 
-    student: Partial
+    student: Partial  # maximum and sum of exponentials
     teacher: Partial
     cross: jax.Array | None
 

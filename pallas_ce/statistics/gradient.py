@@ -38,12 +38,9 @@ def saved_statistics(names: frozenset[str]) -> frozenset[str]:
 
 
 def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None = None) -> Coefficients:
-    """Coefficients from the statistics' cotangents (absent where zero) and the saved statistics.
+    """Coefficients from the statistics' cotangents (absent where zero), and those that `saved_statistics` names.
 
-    Args:
-        cotangents: `[n]`; `target_logit`'s in the labels' shape.
-        statistics: `[n]`, as `saved_statistics` names them.
-        batch: the rows; None: without temperature, and targets that repeat are not added up here.
+    Without a `batch` there is no temperature, and targets that repeat are not added up.
     """
     found: Values = {}
     for name, statistic in PRIMITIVES.items():
@@ -163,17 +160,8 @@ def dlogits(
 ) -> jax.Array:
     """The gradient `[n, c]` with respect to `scale·(hidden·weight + bias)` of one tile, in the logits' dtype.
 
-    Args:
-        coefficients: of the rows, each `[n]`; the target's in the labels' shape.
-        logits: `[n, c]`.
-        reference: `[n]`, not less than the logits, where `coefficients.need_probabilities`: m, for coefficients that
-            are `measured_from_largest`; or the lse.
-        columns: `[c]` int32 vocabulary ids.
-        valid: `[c]` bool, False for columns that belong to another tile; None where all are valid.
-        labels: `[n]` or `[n, K]` int32, -1 for no target.
-        argmax: `[n]` int32.
-        logit_weights: `[c]`, u.
-        softcap: what bounds the logits, `Head.bound`; or None.
+    The arguments are as `row.partial_of_tile` has them. The `reference [n]`, not less than the logits, is m for
+    coefficients that are `measured_from_largest`, or the lse. `softcap` is what bounds the logits, `Head.bound`.
     """
     terms = []
     if coefficients.prob is not None:

@@ -7,7 +7,6 @@ for each of `Partial`, `TERMS` for the terms of dlogits that probabilities scale
 compare its translations with these.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -112,21 +111,14 @@ def mean_distance(part: Partial) -> jax.Array:
     return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), _TINY)
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """How a field of `Partial` is accumulated.
+class Field(NamedTuple):
+    """How a field of `Partial` is accumulated."""
 
-    Attributes:
-        tile: its value `[n]` for one tile, which may read the fields before it.
-        moved: `(part, f, d)`: measured from `M` instead of m, with `d = m - M` and `f = e^d`; None: it depends on no m.
-        added: of two parts measured from the same m; None: the sum of the two.
-        neutral: its value without columns.
-    """
-
-    tile: Callable[[LogitsTile, Partial], jax.Array]
+    tile: Callable[[LogitsTile, Partial], jax.Array]  # `[n]` for one tile; it may read the fields before it
+    # `(part, f, d)`: measured from `M` instead of m, with `d = m - M` and `f = e^d`; None: it depends on no m.
     moved: Callable[[Partial, jax.Array, jax.Array], jax.Array] | None = None
-    added: Callable[[Partial, Partial], jax.Array] | None = None
-    neutral: float = 0.0
+    added: Callable[[Partial, Partial], jax.Array] | None = None  # of two measured from the same m; None: their sum
+    neutral: float = 0.0  # its value without columns
 
 
 def larger(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -191,19 +183,14 @@ FIELDS: dict[str, Field] = {
 Values = dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """A term `p_j · coefficient · factor_j` of dlogits.
+class Term(NamedTuple):
+    """A term `p_j · coefficient · factor_j` of dlogits."""
 
-    Attributes:
-        factor: `(p, log p, coefficients)`, `[n, c]` each of the first two; None: 1. `log p` is 0 where p is.
-        bound: the largest `|p_j · coefficient · factor_j|` `[n]`.
-        measured: `(coefficients, e^{-l}, l)`: what the term is made of with `e^y` for p and y for log p, where
-            `log p = y - l`, by the names of `Coefficients`, in which values add up.
-    """
-
+    # `(p, log p, coefficients)`, `[n, c]` each of the first two; None: 1. `log p` is 0 where p is.
     factor: Callable[[jax.Array, jax.Array, Coefficients], jax.Array] | None
-    bound: Callable[[Coefficients], jax.Array]
+    bound: Callable[[Coefficients], jax.Array]  # the largest `|p_j · coefficient · factor_j|` `[n]`
+    # `(coefficients, e^{-l}, l)`: what the term is made of with `e^y` for p and y for log p, where `log p = y - l`, by
+    # the names of `Coefficients`, in which values add up.
     measured: Callable[[Coefficients, jax.Array, jax.Array], Values]
 
 
@@ -236,25 +223,16 @@ TERMS: dict[str, Term] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Statistic:
-    """A primitive statistic.
+class Statistic(NamedTuple):
+    """A primitive statistic."""
 
-    Attributes:
-        fields: of `Partial`, those that it is made of.
-        finalise: its value, from a `Partial` over the whole vocabulary.
-        definition: its value, from whole rows: what the reference backend computes and differentiates.
-        saved: the statistics that the backward needs where it is differentiated.
-        coefficients: `(g, saved)`: what a cotangent g adds to `Coefficients`, by name.
-        of_targets: whether it has one entry for each target of a row.
-    """
-
-    fields: tuple[str, ...]
-    finalise: Callable[[Partial], jax.Array]
-    definition: Callable[[Row], jax.Array]
-    saved: tuple[str, ...] = ()
+    fields: tuple[str, ...]  # of `Partial`, which it is made of
+    finalise: Callable[[Partial], jax.Array]  # from a `Partial` over the whole vocabulary
+    definition: Callable[[Row], jax.Array]  # from whole rows: what the reference computes and differentiates
+    saved: tuple[str, ...] = ()  # the statistics that the backward needs where it is differentiated
+    # `(g, saved)`: what a cotangent g adds to `Coefficients`, by name.
     coefficients: Callable[[jax.Array, Values], Values] = lambda g, saved: {}
-    of_targets: bool = False
+    of_targets: bool = False  # whether it has one entry for each target of a row
 
 
 def total(part: Partial) -> jax.Array:
@@ -372,8 +350,7 @@ def spread(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
 
 
-@dataclasses.dataclass(frozen=True)
-class Derived:
+class Derived(NamedTuple):
     """A statistic that is a sum or difference of primitive ones; backends never see its name."""
 
     parts: tuple[str, ...]

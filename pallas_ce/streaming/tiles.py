@@ -139,17 +139,19 @@ def _behind[Carry](body: Callable[[jax.Array | int, Carry], Carry], index: int, 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Neighbouring columns.
+    """Neighbouring columns: a tile, which may start early, or a part, which may run over the end.
 
     Attributes:
         start: `[]`, the first.
         size: how many.
-        first: `[]`, the first that counts; None: all do.
+        first: `[]`, the first that counts; None: `start`.
+        count: `[]`, how many there are before the end; None: all.
     """
 
     start: jax.Array | int
     size: int
     first: jax.Array | None = None
+    count: jax.Array | int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

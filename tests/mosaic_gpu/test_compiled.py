@@ -16,11 +16,8 @@ from pallas_ce.backends import entries
 from pallas_ce.backends.mosaic_gpu.kernels import (
     dlogits_kernel,
     forward_kernel,
-    narrow_sum,
     product_kernel,
-    stash_kernel,
 )
-from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
@@ -339,7 +336,7 @@ def compiled_kernel(
             found = forward_kernel.statistics(head, hidden, names)
             return entries.with_targets(found, head, Batch(hidden, labels), names)
         if kernel == "stash":
-            partial, stored = stash_kernel.stash(head, hidden, by_row, names)
+            partial, stored = forward_kernel.stash(head, hidden, by_row, names)
             return partial(), stored
         return dlogits_kernel.dlogits(head, hidden, by_row, coefficients_of(names, by_row))
 
@@ -402,10 +399,10 @@ def test_products_with_all_their_tiles(config: Config, vocab_axis: int, monkeypa
         new = jax.lax.empty(weight.shape, weight.dtype)
         return (
             product_kernel.for_hidden(stored, weight, vocab_axis, valid),
-            product_kernel.add_for_hidden(stored, weight, vocab_axis, total, part=Part(32768), valid_rows=valid),
+            product_kernel.add_for_hidden(stored, weight, vocab_axis, total, valid_rows=valid),
             product_kernel.for_weight(*given, new, multiplier=total[0, 0]),
             product_kernel.for_weight(*given, weights_total, replaced=valid == 0, valid_rows=valid),
-            narrow_sum.add_for_weight(
+            product_kernel.add_narrow_for_weight(
                 *given, (weight, lower), first=valid == 0, last=valid == 1, valid_rows=valid, multiplier=total[0, 0]
             ),
         )
@@ -413,7 +410,7 @@ def test_products_with_all_their_tiles(config: Config, vocab_axis: int, monkeypa
     n, v, h = 2048, 32768, 1024
     of_weight = (v, h) if vocab_axis == 0 else (h, v)
     given = h200.arrays(((n, v), jnp.bfloat16), (of_weight, jnp.bfloat16), ((n, h), jnp.bfloat16))
-    lower = h200.arrays((narrow_sum.lower_shape(*of_weight), jnp.bfloat16))
+    lower = h200.arrays((product_kernel.lower_shape(*of_weight), jnp.bfloat16))
     clean(run, *given, *h200.arrays(((n, h), jnp.float32), (of_weight, jnp.float32), ((), jnp.int32)), *lower)
 
 

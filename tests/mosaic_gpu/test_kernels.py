@@ -11,10 +11,11 @@ import pytest
 
 from pallas_ce.backends import entries, reference
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, partials
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise
+from pallas_ce.streaming.tiles import Columns
 from tests.mosaic_gpu.conftest import Problem, logits_of, make_problem
 from tests.pallas_ce.kernel_cases import CAPPED, HEAD, Case
 
@@ -60,7 +61,7 @@ def test_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
 def test_a_budget_for_few_partial_statistics_changes_no_bit(
     most: int, interpreted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partials, "_MOST_WITHOUT_LOOP", most)
+    monkeypatch.setattr(forward_kernel, "_MOST_WITHOUT_LOOP", most)
     p = make_problem(Case((300, 64, 584)))
 
     def run(budget: int, valid: int) -> Any:
@@ -101,7 +102,7 @@ def test_dlogits_of_a_part_are_those_columns_of_the_whole(
 
     def run(head: Any, h: jax.Array, lse: jax.Array, first: Any, valid: Any) -> Any:
         whole = dlogits_kernel.dlogits(head, h, lse, coefficients)
-        part = operands.Part(128, first, valid)
+        part = Columns(first, 128, count=valid)
         return whole, dlogits_kernel.dlogits(head, h, lse, coefficients, part=part)
 
     for first, valid in ((0, 128), (128, 128), (256, 80)):

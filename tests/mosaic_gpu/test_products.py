@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.backends.mosaic_gpu.kernels import narrow_sum, product_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, cost
 
 
@@ -83,14 +83,16 @@ def test_narrow_sums_are_off_by_less_than_a_32768th_at_each_block(
 ) -> None:
     """Beside float32 sums; blocks without a valid row change nothing, but the last one rounds."""
     stored, weight, rows = matrices(192, 272, 320, vocab_axis)
-    monkeypatch.setattr(narrow_sum, "CONFIG", Config(rows=64, columns=256, sms=4, **{"stages": 3, **options}))
+    monkeypatch.setattr(
+        product_kernel, "NARROW_CONFIG", Config(rows=64, columns=256, sms=4, **{"stages": 3, **options})
+    )
     half = jnp.float32(0.5)
 
     def run(stored: jax.Array, rows: jax.Array) -> Any:
-        shape = narrow_sum.lower_shape(*weight.shape)
+        shape = product_kernel.lower_shape(*weight.shape)
         total = jnp.full(weight.shape, jnp.nan, jnp.bfloat16), jnp.full(shape, jnp.nan, jnp.bfloat16)
         for i, live in enumerate(lives):
-            total = narrow_sum.add_for_weight(
+            total = product_kernel.add_narrow_for_weight(
                 *(stored * (i + 1), rows if live is None else rows.at[live:].set(0)), vocab_axis, total,
                 first=jnp.bool_(i == 0), last=jnp.bool_(i == len(lives) - 1), multiplier=half,
                 valid_rows=None if live is None else jnp.int32(live),

@@ -11,8 +11,7 @@ import pytest
 
 from pallas_ce import linear_top_k
 from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel
-from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP
-from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
+from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP, StoredBlocks
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import finalise
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES
@@ -41,13 +40,13 @@ def test_logits_maxima_and_sums(case: Case, tempered: bool, tiles: Any, interpre
     n, v = p.hidden.shape[0], p.head.spec.vocab_size
     temperature = jnp.linspace(0.02, 3, n) if tempered else jnp.ones(n)  # from where e^{z/T - max z} overflows
     inverse = 1 / temperature if tempered else None
-    stored = interpreted(lambda head, h: logits_kernel.logits(head, h, inverse))(p.head, p.hidden)
+    logits, maxima, partial = interpreted(lambda head, h: logits_kernel.logits(head, h, inverse))(p.head, p.hidden)
     want = logits_of(p)
-    np.testing.assert_allclose(stored.logits[:n, :v], want, rtol=1e-5, atol=1e-5)
-    assert np.isneginf(stored.logits[:n, v:]).all()
-    groups = stored.logits[:n].reshape(n, -1, GROUP)
-    np.testing.assert_array_equal(stored.maxima.T[:n], groups.max(axis=2))
-    lse = finalise(stored.partial, LSE)["lse"]
+    np.testing.assert_allclose(logits[:n, :v], want, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(logits[:n, v:]).all()
+    groups = logits[:n].reshape(n, -1, GROUP)
+    np.testing.assert_array_equal(maxima.T[:n], groups.max(axis=2))
+    lse = finalise(partial, LSE)["lse"]
     np.testing.assert_allclose(lse, jax.nn.logsumexp(want / temperature[:, None], axis=1), rtol=1e-5, atol=1e-5)
 
 

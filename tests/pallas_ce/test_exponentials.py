@@ -39,13 +39,15 @@ class PlainBlock(Block):
         partial = Partial(max=logits.max(axis=1), sum_exp=found.sum(axis=1))
         return lambda: partial, found.astype(self.head.spec.dtype)
 
-    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
+    def dlogits(self, gradient: Gradient, part: Any = None, into: Any = None) -> jax.Array:
         raise NotImplementedError
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
+    def for_weight(
+        self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Any = None
+    ) -> WeightGradient:
         raise NotImplementedError
 
 

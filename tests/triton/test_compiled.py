@@ -20,8 +20,6 @@ from pallas_ce.backends.triton import binding, configs, launch, part_products
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
-from pallas_ce.streaming.gradient_products import WeightGradient
-from pallas_ce.streaming.tiles import Tiles
 from tests import compile_for_h200 as h200
 from tests.pallas_ce.test_calls import CALLS, implemented, operands
 
@@ -110,14 +108,11 @@ def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
     shape = (vocabulary, size) if axis == 0 else (size, vocabulary)
     head = Head(jax.ShapeDtypeStruct(shape, jnp.bfloat16), None, None, None, spec)
     dlogits, hidden = (jax.ShapeDtypeStruct((rows, of), jnp.bfloat16) for of in (columns, size))
-    tile = Tiles(vocabulary, columns).tile(0)
 
     def run(head: Head, dlogits: Any, hidden: Any, total: Any, start: Any, scale: Any) -> Any:
         if use == "for hidden":
-            return part_products.add_for_hidden(head, dlogits, total, start, None)
-        return part_products.put_for_weight(
-            head, dlogits, hidden, WeightGradient(total, False, scale, tile), start, None
-        )
+            return part_products.product(head, dlogits, total, start, None)
+        return part_products.product(head, dlogits, total, start, None, hidden, scale)
 
     total = (
         jax.ShapeDtypeStruct((rows, size), jnp.float32) if use == "for hidden" else jax.ShapeDtypeStruct(shape, dtype)

@@ -6,21 +6,30 @@ import numpy as np
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
-from pallas_ce.backends.exponentials import Stash
-from pallas_ce.backends.mosaic_gpu import in_forward, plans, recomputation, schedule
-from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, materialized_kernel, narrow_sum, operands
+from pallas_ce.backends.kernel_backend import KernelBackend
+from pallas_ce.backends.mosaic_gpu import plans, schedule
+from pallas_ce.backends.mosaic_gpu.block import MosaicBlock
+from pallas_ce.backends.mosaic_gpu.kernels import (
+    forward_kernel,
+    logits_kernel,
+    materialized_kernel,
+    operands,
+    product_kernel,
+)
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel, device_refusal
-from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
-from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Launch, Mode, Plan
+from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
-from pallas_ce.streaming.gradient_products import Arrays, TileStep
 from pallas_ce.streaming.rows import RowBlock
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 # Column numbers pass through float32.
 _LARGEST_VOCABULARY = 2**24
+
+# Below this many rows of an only block in_forward has little to skip, and hidden's product takes the tiles of a shorter
+# sum.
+_LEAST_ROWS = 2048
 
 # Each pass's kernel that makes logits, and how many vectors by row it keeps for plain cross entropy.
 _KERNELS: dict[Mode | None, tuple[Kernel, int]] = {
@@ -30,14 +39,12 @@ _KERNELS: dict[Mode | None, tuple[Kernel, int]] = {
 }
 
 
-class MosaicGpuBackend(Backend):
+class MosaicGpuBackend(KernelBackend):
     """See `protocol.Backend`."""
 
     name = "mosaic_gpu"
-    # Pallas has no rule for kernels that write in place inside checked regions.
-    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True, casts_whole=True)
     materialized = materialized_kernel
-    top_k = StoredBlocks
+    top_k = logits_kernel.StoredBlocks
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Refuses temperatures by row, operands and precisions that the kernels do not know, and other devices."""
@@ -74,11 +81,9 @@ class MosaicGpuBackend(Backend):
         return plans.by_rows(spec, tokens, mode, scratch_bytes, spare_bytes)
 
     def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
-        """See `narrow_sum`."""
-        if spec.dtype != jnp.bfloat16:
-            return None
-        shape = spec.weight_rows, spec.hidden_size
-        return narrow_sum.lower_shape(*(shape if spec.vocab_axis == 0 else shape[::-1]))
+        """See `product_kernel`."""
+        shape = (spec.weight_rows, spec.hidden_size)[:: 1 - 2 * spec.vocab_axis]
+        return product_kernel.lower_shape(*shape) if spec.dtype == jnp.bfloat16 else None
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, rows: int) -> Launch:
         """The kernel that makes logits for plain cross entropy."""
@@ -95,21 +100,11 @@ class MosaicGpuBackend(Backend):
         partial = forward_kernel.statistics(head, batch.hidden, names, partial_bytes, filled)
         return entries.with_targets(partial, head, batch, names)
 
-    def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
-        """See `recomputation`."""
-        return recomputation.step(operands.padded_head(head), batch, gradient, plan, block)
-
-    def stash(
-        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
-    ) -> tuple[Partial, Stash]:
-        """See `exponentials`."""
-        return in_forward.Kernels(operands.padded_head(head), batch, in_forward.skipped_from(block)).make(names)
-
-    def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Arrays, plan: Plan, block: RowBlock
-    ) -> tuple[Arrays, jax.Array | None]:
-        """See `exponentials`."""
-        head, skipped = operands.padded_head(head), in_forward.skipped_from(block)
-        total = gradient.weight_sum
-        last = None if total is None or total.bits is None else block.last
-        return in_forward.Kernels(head, batch, skipped, plan.splits, last).products(gradient, stash, sums)
+    def block(
+        self, head: Head, batch: Batch, block: RowBlock, plan: Plan, gradient: Gradient | None = None
+    ) -> MosaicBlock:
+        """With padding for vocabulary."""
+        head, number = operands.padded_head(head), block.number
+        skipped = None if isinstance(number, int) and block.tile.size < _LEAST_ROWS else block.filled
+        total = None if gradient is None else gradient.weight_sum
+        return MosaicBlock(head, batch, skipped, plan.splits, block.last if total and total.bits is not None else None)

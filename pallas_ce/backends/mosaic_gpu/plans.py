@@ -31,9 +31,6 @@ _MORE_BLOCKS = 4
 
 _MOST_BLOCKS = 64
 
-# Numbers of a row in one step; a low-rank term's operands are padded to whole steps.
-_DEPTH = Config().depth
-
 # Recompute: how many widths of a tile are compared; the logits of a product that take as long as moving H bytes, at 700
 # TFLOP/s and 4 TB/s, where the product hides about half of the moving; and the operations in the 20 us that the small
 # kernels of a block's tile take.
@@ -55,7 +52,7 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
 
     def bytes_beside(rows: int, blocks: int, *, splits: bool = False) -> int:
         total = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks, splits=splits)
-        stash = _stash(spec, rows, spec.vocab_size)
+        stash = spec.dtype.itemsize * math.prod(operands.stored_shape(rows, spec.vocab_size))
         return total - stash if mode == "in_forward" and blocks > 1 and stash <= spare_bytes else total
 
     blocks = 1
@@ -85,38 +82,28 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
     Cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work.
     """
     del sms
-    budget = min(scratch_bytes, _RECOMPUTE_BYTES)
-    choices = []
+    budget, choices = min(scratch_bytes, _RECOMPUTE_BYTES), []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
         rows = min(tokens, operands.round_up(_even_rows(tokens, blocks), _BLOCK_ROWS))
-        for columns in _tile_columns(spec, rows, budget, blocks):
-            cost = _recompute_cost(spec, tokens, blocks, rows, columns)
-            choices.append((cost, blocks, rows, columns))
-    least = 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP)
-    blocks, rows, columns = min(choices)[1:] if choices else least
-    scratch = _scratch(spec, "recompute", rows, columns, blocks=blocks)
-    return Plan(rows, columns, scratch, spec.vocab_size, skips_rows=True)
+        scratch = functools.partial(_scratch, spec, "recompute", rows, blocks=blocks)
+        # All of the vocabulary, or the largest multiples of a step within the budget.
+        most, widths = spec.vocab_size // COLUMN_STEP, [spec.vocab_size]
+        if scratch(spec.vocab_size) > budget:
+            while most and (taken := scratch(most * COLUMN_STEP)) > budget:
+                most = min(most - 1, budget * most // taken)
+            widths = [COLUMN_STEP * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
+        for columns in widths:
+            choices.append((_recompute_cost(spec, tokens, blocks, rows, columns), blocks, rows, columns))
+    least = 0.0, 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP)
+    _, blocks, rows, columns = min(choices, default=least)
+    taken = _scratch(spec, "recompute", rows, columns, blocks=blocks)
+    return Plan(rows, columns, taken, spec.vocab_size, skips_rows=True)
 
 
 def _even_rows(tokens: int, blocks: int) -> int:
     """Rows of `blocks` nearly equal blocks, in full tiles where there are that many rows."""
     rows = -(-tokens // blocks)
     return min(tokens, operands.round_up(rows, _ROW_STEP)) if rows > _ROW_STEP else rows
-
-
-def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[int]:
-    """Widths to choose from: all of the vocabulary, or the largest multiples of a step within the budget."""
-
-    def scratch(columns: int) -> int:
-        return _scratch(spec, "recompute", rows, columns, blocks=blocks)
-
-    step = COLUMN_STEP
-    if scratch(spec.vocab_size) <= budget:
-        return [spec.vocab_size]
-    most = spec.vocab_size // step
-    while most and scratch(most * step) > budget:
-        most = min(most - 1, budget * most // scratch(most * step))
-    return [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
 
 
 def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int) -> float:
@@ -152,25 +139,18 @@ def _scratch(
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     shape = operands.stored_shape(rows, columns)
-    term = narrow * operands.round_up(spec.rank, _DEPTH) * (shape[0] + spec.weight_rows)
-    several, block = blocks > 1, rows * spec.hidden_size
+    term = narrow * operands.round_up(spec.rank, Config.depth) * (shape[0] + spec.weight_rows)
+    several, block, size = blocks > 1, rows * spec.hidden_size, spec.hidden_size
     if mode is None:
         return term + _partial_bytes(spec, 1) + narrow * block * several
     # Where it is padded, products read a copy with zeros for padding.
-    total = term + _stash(spec, rows, columns) * (1 if shape == (rows, columns) else 2)
+    total = term + narrow * math.prod(shape) * (1 if shape == (rows, columns) else 2)
     if mode == "recompute":
-        return total + (narrow * block + wide * columns * spec.hidden_size) * several
-    parts = 1
-    if splits:
-        config = product_kernel.hidden_config(rows, spec.hidden_size)
-        parts = product_kernel.parts(config, rows, spec.hidden_size, columns)
+        return total + (narrow * block + wide * columns * size) * several
+    config = product_kernel.hidden_config(rows, size)
+    parts = product_kernel.parts(config, rows, size, columns) if splits else 1
     partial = _LOSS_FIELDS * 4 * TALL.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
     return total + partial + (2 * narrow + parts * wide) * block
-
-
-def _stash(spec: HeadSpec, rows: int, columns: int) -> int:
-    """Bytes of the stash, a 16-bit number for each logit."""
-    return spec.dtype.itemsize * math.prod(operands.stored_shape(rows, columns))
 
 
 def _partial_bytes(spec: HeadSpec, rows: int) -> int:

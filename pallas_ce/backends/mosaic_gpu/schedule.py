@@ -15,9 +15,8 @@ WARPGROUPS = 2
 # Bytes of partial statistics, the forward's only temporary memory: a launch works on as many rows as fit.
 PARTIALS_BYTES = 48 * 2**20
 
-# Shared memory of a thread block on sm_90, and what barriers and alignment may take of it.
-SHARED_MEMORY_BYTES = 227 * 1024
-RESERVED_BYTES = 3072
+# Shared memory of a thread block on sm_90, without what barriers and alignment may take of it.
+FREE_BYTES = 227 * 1024 - 3072
 
 # Tiles are stored in blocks: a block's rows, and bytes of each row.
 BLOCK = 64
@@ -33,32 +32,16 @@ _COMPUTE_CAPABILITY = "9.0"
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a kernel's tiles.
+    """The shape of a kernel's tiles."""
 
-    Attributes:
-        rows: rows of a warpgroup's half of a tile, a multiple of 64; two halves are stacked.
-        columns: columns of a tile, a multiple of 16 up to 256.
-        depth: numbers of each row in one step.
-        stages: slots of the ring, in shared memory.
-        row_group: row blocks that are worked on at one time; their rows should stay in the L2 cache.
-        piece: columns that an epilogue works on at a time; it divides `columns`. None: all.
-        staged: blocks of a tile, 8 KiB each, that a warpgroup may have on their way to memory.
-        sms: how many thread blocks run at once; None: as many as the GPU has multiprocessors.
-    """
-
-    rows: int = 64
-    columns: int = 256
-    depth: int = 64
-    stages: int = 4
-    row_group: int = 16
-    piece: int | None = None
-    staged: int = 2
-    sms: int | None = None
-
-    @property
-    def width(self) -> int:
-        """Columns that an epilogue works on at a time."""
-        return self.piece or self.columns
+    rows: int = 64  # of a warpgroup's half of a tile, a multiple of 64; two halves are stacked
+    columns: int = 256  # of a tile, a multiple of 16 up to 256
+    depth: int = 64  # numbers of each row in one step
+    stages: int = 4  # slots of the ring, in shared memory
+    row_group: int = 16  # row blocks that are worked on at one time; their rows should stay in the L2 cache
+    piece: int | None = None  # columns that an epilogue works on at a time; it divides `columns`; None: all
+    staged: int = 2  # blocks of a tile, 8 KiB each, that a warpgroup may have on their way to memory
+    sms: int | None = None  # how many thread blocks run at once; None: as many as the GPU has multiprocessors
 
     @property
     def tile_rows(self) -> int:
@@ -99,12 +82,7 @@ _MANY = Config(columns=128, stages=5, piece=64)
 def rule(kernel: Kernel, spec: HeadSpec, rows: int, vectors: int, options: int) -> Config:
     """Tiles of a kernel that makes logits. Only their height depends on the number of rows, so a row's bits do not.
 
-    Args:
-        kernel: which one.
-        spec: the head.
-        rows: how many.
-        vectors: how many statistics or coefficients it has by row.
-        options: how many of bias, scale, soft cap and given u the head has.
+    It has `vectors` statistics or coefficients by row, and the head `options` of bias, scale, soft cap and given u.
     """
     long = spec.hidden_size >= _TALL_HIDDEN_SIZE and spec.vocab_size >= _TALL_VOCAB_SIZE
     if long and vectors <= _VECTORS[kernel][options > 0]:
@@ -122,31 +100,23 @@ def cost(config: Config, rows: int, columns: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product `[rows, columns]`, or stored numbers of that shape, in tiles.
-
-    Attributes:
-        config: shape of the tiles.
-        row_blocks: tiles along the rows.
-        column_blocks: tiles along the columns.
-        length: how many numbers each entry of the product sums over.
-        left_axis: 0 for a left operand `[rows, length]`, 1 for `[length, rows]`.
-        right_axis: 0 for a right operand `[columns, length]`, 1 for `[length, columns]`.
-        rank: how many numbers of a low-rank term, which has operands of its own, each entry sums over besides.
-        parts: how many parts the length is cut into; each makes a partial product, from tiles of its own.
-        stored: how many tiles, side by side, are read from memory and worked on as one; 0: operands are multiplied.
-        held: whether the sum that a tile is added to comes through the ring after its operands; see `loop.Held`.
-    """
+    """A matrix product `[rows, columns]`, or stored numbers of that shape, in tiles."""
 
     config: Config
-    row_blocks: int
-    column_blocks: int
-    length: int = 0
-    left_axis: int = 0
-    right_axis: int = 0
-    rank: int = 0
-    parts: int = 1
-    stored: int = 0
-    held: bool = False
+    row_blocks: int  # tiles along the rows
+    column_blocks: int  # and along the columns
+    length: int = 0  # how many numbers each entry of the product sums over
+    left_axis: int = 0  # 0 for a left operand `[rows, length]`, 1 for `[length, rows]`
+    right_axis: int = 0  # 0 for a right operand `[columns, length]`, 1 for `[length, columns]`
+    rank: int = 0  # numbers of a low-rank term, which has operands of its own, that each entry sums over besides
+    parts: int = 1  # parts that the length is cut into; each makes a partial product, from tiles of its own
+    stored: int = 0  # tiles, side by side, that are read from memory and worked on as one; 0: operands are multiplied
+    held: bool = False  # whether the sum that a tile is added to comes through the ring after its operands
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of full tiles; vectors by row are padded to them."""
+        return self.row_blocks * self.config.tile_rows
 
     @property
     def own_steps(self) -> int:

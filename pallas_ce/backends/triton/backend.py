@@ -8,14 +8,14 @@ import numpy as np
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
-from pallas_ce.backends.exponentials import Stash
-from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Launch, Mode, Plan
-from pallas_ce.backends.triton import binding, configs, in_forward, launch, recomputation
+from pallas_ce.backends.kernel_backend import KernelBackend
+from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
+from pallas_ce.backends.triton import binding, configs, launch
+from pallas_ce.backends.triton.block import TritonBlock
 from pallas_ce.backends.triton.configs import Use
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
-from pallas_ce.streaming.gradient_products import Arrays, TileStep
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import equal_parts, shrink
 
@@ -57,11 +57,10 @@ _STEP = 256
 _USES: dict[Mode | None, Use] = {None: "forward", "in_forward": "stash", "recompute": "dlogits"}
 
 
-class TritonBackend(Backend):
+class TritonBackend(KernelBackend):
     """See `protocol.Backend`."""
 
     name = "triton"
-    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True, casts_whole=True)
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Float64, precisions that the kernel has not, and devices without an entry in the table."""
@@ -91,8 +90,12 @@ class TritonBackend(Backend):
         fixed = _scratch(spec, mode, 0, columns)
         of_row, scratch_bytes = _scratch(spec, mode, 1, columns) - fixed, scratch_bytes - fixed
         rows = min(tokens, max(1, scratch_bytes // of_row))
-        if mode is None:
-            rows = min(rows, _rows_of_forward(spec, tokens))
+        if mode is None:  # each has two numbers of every tile and, with several blocks, its hidden states once more
+            tile = configs.config_for(spec, binding.capability(), "forward")
+            numbers = 2 * spec.accumulator.itemsize * -(-columns // tile.columns)
+            if tokens * numbers > _FORWARD_BYTES:
+                most = _FORWARD_BYTES // (numbers + spec.dtype.itemsize * spec.hidden_size)
+                rows = min(rows, max(_ROWS_OF_FORWARD, most))
         stash = spec.dtype.itemsize * columns if mode == "in_forward" else 0
         if rows < tokens and stash:  # several blocks, whose stash may lie where the gradient will
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
@@ -117,21 +120,11 @@ class TritonBackend(Backend):
         """One launch; the targets by XLA."""
         return entries.with_targets(launch.statistics(head, batch, names, filled), head, batch, names)
 
-    def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
-        """See `recomputation`."""
-        return recomputation.step(head, batch, gradient, plan, block)
-
-    def stash(
-        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
-    ) -> tuple[Partial, Stash]:
-        """See `exponentials`."""
-        return in_forward.Kernels(head, batch, None).make(names)
-
-    def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Arrays, plan: Plan, block: RowBlock
-    ) -> tuple[Arrays, jax.Array | None]:
-        """See `exponentials`."""
-        return in_forward.Kernels(head.on_gpu(), batch, None).products(gradient, stash, sums)
+    def block(
+        self, head: Head, batch: Batch, block: RowBlock, plan: Plan, gradient: Gradient | None = None
+    ) -> TritonBlock:
+        """In_forward works on all rows."""
+        return TritonBlock(head.on_gpu(), batch, None)
 
 
 def _device_refusal() -> str | None:
@@ -162,15 +155,6 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     if columns < spec.vocab_size:
         columns = _of_parts(spec, rows, columns)
     return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
-
-
-def _rows_of_forward(spec: HeadSpec, tokens: int) -> int:
-    """Rows of a block: each has two numbers of every tile and, with several blocks, its hidden states once more."""
-    tile = configs.config_for(spec, binding.capability(), "forward")
-    of_row = 2 * spec.accumulator.itemsize * -(-spec.vocab_size // tile.columns)
-    if tokens * of_row <= _FORWARD_BYTES:
-        return tokens
-    return max(_ROWS_OF_FORWARD, _FORWARD_BYTES // (of_row + spec.dtype.itemsize * spec.hidden_size))
 
 
 def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:

@@ -50,29 +50,17 @@ SCRATCH_BYTES = 5 * 128
 
 
 class Kernel(NamedTuple):
-    """A kernel with all that it is compiled from; hashable.
+    """A kernel with all that it is compiled from; hashable."""
 
-    Attributes:
-        function: the name of a kernel of `kernel`.
-        inputs: names and types of its array parameters that are read, in the order of operands.
-        outputs: of those that are written, in the order of results.
-        constants: its other parameters.
-        programs: how many are launched.
-        warps: of a program.
-        stages: how many windows of the operands are under way.
-        scratch: whether it makes descriptors.
-        capability: the compute capability, as 90; None where it is not known.
-    """
-
-    function: str
-    inputs: tuple[tuple[str, str], ...]
-    outputs: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    programs: int
-    warps: int
-    stages: int
-    scratch: bool
-    capability: int | None
+    function: str  # its name
+    inputs: tuple[tuple[str, str], ...]  # names and types of array parameters that are read, in the order of operands
+    outputs: tuple[tuple[str, str], ...]  # and of the ones that are written, in the order of results
+    constants: tuple[tuple[str, Any], ...]  # its other parameters
+    programs: int  # how many are launched
+    warps: int  # of a program
+    stages: int  # how many windows of the operands are under way
+    scratch: bool  # whether it makes descriptors
+    capability: int | None  # the compute capability, as 90; None where it is not known
 
 
 def capability() -> int | None:

@@ -14,46 +14,34 @@ from pallas_ce.head import HeadSpec
 
 
 class Config(NamedTuple):
-    """How the kernel is launched.
+    """How the kernel is launched."""
 
-    Attributes:
-        rows: of a tile.
-        columns: of a tile.
-        window: entries of H that are loaded at a time.
-        warps: of a program.
-        stages: how many windows are under way.
-        descriptors: whether tensor descriptors load them, and programs work on many tiles; else pointers.
-        group: row blocks of a band of tiles.
-        stores: whether a descriptor stores a tile, too, from shared memory of its size.
-    """
-
-    rows: int
+    rows: int  # of a tile
     columns: int
-    window: int
-    warps: int = 8
-    stages: int = 3
-    descriptors: bool = False
-    group: int = 8
-    stores: bool = True
+    window: int  # entries of H that are loaded at a time
+    warps: int = 8  # of a program
+    stages: int = 3  # how many windows are under way
+    descriptors: bool = False  # whether tensor descriptors load them, and programs work on many tiles; else pointers
+    group: int = 8  # row blocks of a band of tiles
+    stores: bool = True  # whether a descriptor stores a tile, too, from shared memory of its size
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """How many it takes."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
 
 
 Use = Literal["forward", "stash", "dlogits"]
 
 
 class Choice(NamedTuple):
-    """A config and the calls that it serves; an architecture has a list of them, and the first that serves is taken.
-
-    Attributes:
-        config: the tiles.
-        room: registers for options and statistics, as `launch` counts them, beside plain cross entropy's.
-        uses: the passes; None: all.
-        aligned: whether rows of the operands must begin where tensor descriptors and wide loads can read.
-    """
+    """A config and the calls that it serves; an architecture has a list of them, and the first that serves is taken."""
 
     config: Config
-    room: float = math.inf
-    uses: tuple[Use, ...] | None = None
-    aligned: bool = True
+    room: float = (
+        math.inf
+    )  # registers for options and statistics, as `launch` counts them, beside plain cross entropy's
+    uses: tuple[Use, ...] | None = None  # the passes; None: all
+    aligned: bool = True  # whether operands' rows must begin where tensor descriptors and wide loads can read
 
 
 Choices = tuple[Choice, ...]
@@ -134,12 +122,8 @@ def precision(spec: HeadSpec) -> str | None:
 def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0, step: int = 0) -> Config:
     """The tiles for a head and a pass. Any do where the device is not known: the call is traced again when it is.
 
-    Args:
-        spec: the head.
-        capability: of the device.
-        use: the pass.
-        taken: registers that options and statistics take beside plain cross entropy.
-        step: parts of the vocabulary begin at multiples of this number of columns; 0 where there is one part.
+    Options and statistics have `taken` registers beside plain cross entropy's. Parts of the vocabulary begin at
+    multiples of `step` columns; 0 where there is one part.
     """
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
     lengths = (spec.hidden_size, length, step * spec.vocab_axis)

@@ -30,7 +30,7 @@ _STEP = 16
 
 def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
     """The `Partial` over the head's vocabulary, without targets; of rows from `filled []` on it means nothing."""
-    return _made(head, batch, names, "forward", merge, filled)[0]() if fields_for(names) else Partial()
+    return _made(head, batch, names, filled)[0]() if fields_for(names) else Partial()
 
 
 def exponentials(
@@ -44,11 +44,8 @@ def exponentials(
 
     It always writes where something lies: so a program that may make them again has one such kernel, not two.
     """
-    rows, into = again or (None, None)
-    stored = jax.ShapeDtypeStruct((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype)
-    before = lax.empty(stored.shape, stored.dtype) if into is None else into
-    inputs, outputs = {"reference": reference, binding.BEFORE: before}, {binding.STORED: stored}
-    partial, found = _made(head, batch, names | {"lse"}, "stash", add, rows, inputs, outputs)
+    rows, into = again or (None, lax.empty((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype))
+    partial, found = _made(head, batch, names | {"lse"}, rows, {"reference": reference, binding.BEFORE: into})
     return partial, found[binding.STORED]
 
 
@@ -56,20 +53,19 @@ def _made(
     head: Head,
     batch: Batch,
     names: frozenset[str],
-    use: Use,
-    join: Callable[[Partial, Partial], Partial],
     rows: jax.Array | None,
     inputs: Mapping[str, jax.Array] = MappingProxyType({}),
-    outputs: Mapping[str, jax.ShapeDtypeStruct] = MappingProxyType({}),
 ) -> tuple[Callable[[], Partial], dict[str, jax.Array]]:
-    """What makes the `Partial` without targets, by the rule that joins two, and the kernel's outputs."""
+    """What makes the `Partial` without targets, and the kernel's outputs: with inputs also exponentials."""
     spec, fields = head.spec, [field for field in fields_for(names) if field != "sum_weights"]
-    config = _config(head, batch, use, fields)
+    config = _config(head, batch, "stash" if inputs else "forward", fields)
     # One number for each row and block of columns.
     blocks, n = -(-spec.vocab_size // config.columns), batch.hidden.shape[0]
-    partials = {f: jax.ShapeDtypeStruct((blocks, n), jnp.int32 if f == "argmax" else jnp.float32) for f in fields}
+    outputs = {f: jax.ShapeDtypeStruct((blocks, n), jnp.int32 if f == "argmax" else jnp.float32) for f in fields}
+    if inputs:
+        outputs[binding.STORED] = jax.ShapeDtypeStruct((n, spec.vocab_size), spec.dtype)
     given = {"u": head.logit_weights} if reads_logit_weights(names) and head.logit_weights is not None else {}
-    found = _run(head, batch, config, given | dict(inputs), partials | dict(outputs), rows)
+    found = _run(head, batch, config, given | dict(inputs), outputs, rows)
 
     def partial() -> Partial:
         of_blocks = {field: found[field] for field in fields}
@@ -79,7 +75,7 @@ def _made(
                 u = jnp.where(jnp.arange(u.shape[0]) < head.valid_columns, u, 0.0)
             sums = pad(u, (blocks * config.columns,)).reshape(blocks, config.columns).sum(axis=1)
             of_blocks["sum_weights"] = jnp.broadcast_to(sums[:, None], (blocks, n))
-        return joined(Partial(**of_blocks), join)
+        return joined(Partial(**of_blocks), add if inputs else merge)
 
     return partial, found
 
@@ -93,28 +89,21 @@ def dlogits(
     into: jax.Array | None = None,
     rows: jax.Array | None = None,
 ) -> jax.Array:
-    """dlogits without single entries, in the compute dtype: `[n, V]`, or of a part's columns.
+    """dlogits without single entries, in the compute dtype: `[n, V]`, or of a part's columns, 0 behind the last.
 
-    Args:
-        head: the head.
-        batch: the rows.
-        gradient: theirs, without coefficients of single entries.
-        part: which columns; None: all. Those behind the vocabulary's end have dlogits of 0, too.
-        into: whose memory the result takes; None: its own.
-        rows: `[]`, about how many are worked on; None: all.
+    The result takes the memory of `into`. About `rows []` are worked on.
     """
-    coefficients = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}
-    inputs = dict(coefficients)
+    inputs = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}
+    config = _config(head, batch, "dlogits", tuple(inputs), part)
     if gradient.coefficients.need_probabilities:
         assert gradient.reference is not None
         inputs["reference"] = jnp.where(jnp.isneginf(gradient.reference), jnp.inf, gradient.reference)
     if into is not None:
         inputs[binding.BEFORE] = into
-    if "logit_weights" in coefficients and head.logit_weights is not None:
+    if "logit_weights" in inputs and head.logit_weights is not None:
         inputs["u"] = head.logit_weights
     columns = head.spec.vocab_size if part is None else part.size
     outputs = {binding.STORED: jax.ShapeDtypeStruct((batch.hidden.shape[0], columns), head.spec.dtype)}
-    config = _config(head, batch, "dlogits", tuple(coefficients), part)
     return _run(head, batch, config, inputs, outputs, rows, part=part, gradient=True)[binding.STORED]
 
 
@@ -146,17 +135,6 @@ def padded_rank(rank: int) -> int:
     return -(-rank // _RANK_STEP) * _RANK_STEP
 
 
-def _term(head: Head, batch: Batch) -> dict[str, jax.Array]:
-    """The operands of a low-rank term, as long as the kernel takes them, in the layout of hidden states and weight."""
-    if head.up is None:
-        return {}
-    assert batch.low is not None
-    spec, length = head.spec, padded_rank(head.spec.rank)
-    low = pad(batch.low.astype(spec.dtype), (batch.low.shape[0], length))
-    up = pad(head.up.astype(spec.dtype), (spec.weight_rows, length))
-    return {"low": low, "up": up if spec.vocab_axis == 0 else up.T}
-
-
 def _run(
     head: Head,
     batch: Batch,
@@ -168,12 +146,10 @@ def _run(
     part: Columns | None = None,
     gradient: bool = False,
 ) -> dict[str, jax.Array]:
-    spec, rows = head.spec, batch.hidden.shape[0]
-    vocabulary = spec.vocab_size
-    part_or_all = part or Columns(0, vocabulary)
-    columns, first = part_or_all.size, part_or_all.first
+    spec, rows, rank, vocabulary = head.spec, batch.hidden.shape[0], padded_rank(head.spec.rank), head.spec.vocab_size
+    own = part or Columns(0, vocabulary)
     last = vocabulary if head.valid_columns is None else head.valid_columns
-    bounds = (0 if first is None else first, last, rows if filled is None else filled, part_or_all.start)
+    bounds = (0 if own.first is None else own.first, last, rows if filled is None else filled, own.start)
     given = {
         "hidden": batch.hidden.astype(spec.dtype),
         "weight": head.weight.astype(spec.dtype),
@@ -181,9 +157,12 @@ def _run(
         "bias": None if head.bias is None else head.bias[:vocabulary],
         "scale": None if head.logit_scale is None else head.logit_scale.reshape(1),
         "inverse_temperature": batch.inverse_temperature,
-        **_term(head, batch),
-        **inputs,
     }
+    if head.up is not None and batch.low is not None:  # in the layout of hidden states and weight
+        given["low"] = pad(batch.low.astype(spec.dtype), (rows, rank))
+        up = pad(head.up.astype(spec.dtype), (spec.weight_rows, rank))
+        given["up"] = up if spec.vocab_axis == 0 else up.T
+    given |= inputs
     arrays = {name: x for name, x in given.items() if x is not None}
     for name in arrays:
         if name not in ("hidden", "weight", "bounds", "low", "up", binding.BEFORE):
@@ -191,7 +170,7 @@ def _run(
     stores = config.descriptors and config.stores and binding.STORED in outputs
     constants: dict[str, Any] = {
         "ROWS": rows,
-        "COLUMNS": columns,
+        "COLUMNS": own.size,
         "VOCABULARY": vocabulary,
         "ORIGIN": _step(head, part),
         "H": spec.hidden_size,
@@ -199,15 +178,14 @@ def _run(
         "AXIS": spec.vocab_axis,
         "CAP": spec.softcap,
         "UNIFORM": spec.uniform_weight,
-        "RANK": padded_rank(spec.rank),
+        "RANK": rank,
         "RANK_STEP": _RANK_STEP,
         "PRECISION": configs.precision(spec),
         "MASKED": _masked(head, config, part, statistics=not gradient),
         "GRADIENT": gradient,
         "DESCRIPTORS": config.descriptors,
-        "STORES": stores and configs.described(columns, spec.dtype),
+        "STORES": stores and configs.described(own.size, spec.dtype),
         "BLOCK_ROWS": config.rows,
         "BLOCK_COLUMNS": config.columns,
     }
-    tiles = -(-rows // config.rows) * -(-columns // config.columns)
-    return binding.call("head_kernel", arrays, outputs, constants, config, tiles)
+    return binding.call("head_kernel", arrays, outputs, constants, config, config.tiles(rows, own.size))

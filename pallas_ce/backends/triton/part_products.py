@@ -7,49 +7,36 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.head import Head
-from pallas_ce.streaming.gradient_products import WeightGradient
 
 
-def add_for_hidden(
-    head: Head, dlogits: jax.Array, total: jax.Array, start: jax.Array, filled: jax.Array | None
-) -> jax.Array:
-    """`total [n, H]` with `dlogits [n, c]·weight` of the columns from `start []` on, in the first `filled []` rows."""
-    arrays = {"left": dlogits, "right": head.weight.astype(head.spec.dtype), binding.BEFORE: total}
-    sizes = {"M": dlogits.shape[0], "N": head.spec.hidden_size, "K": dlogits.shape[1]}
-    return _product(head, arrays, sizes, start, filled, dlogits.shape, for_hidden=True)
-
-
-def put_for_weight(
-    head: Head, dlogits: jax.Array, hidden: jax.Array, total: WeightGradient, start: jax.Array, filled: jax.Array | None
-) -> jax.Array:
-    """`total` with its part from `start []` on replaced by `dlogits [n, c]ᵀ·hidden`, of the first `filled []` rows."""
-    assert total.scale is not None
-    hidden = hidden.astype(head.spec.dtype)
-    left, right = (dlogits, hidden) if head.spec.vocab_axis == 0 else (hidden, dlogits)
-    arrays = {"left": left, "right": right, binding.BEFORE: total.array}
-    arrays["scale"] = total.scale.astype(jnp.float32).reshape(1)
-    sizes = {"M": left.shape[1], "N": right.shape[1], "K": dlogits.shape[0]}
-    return _product(head, arrays, sizes, start, filled, dlogits.shape, for_hidden=False)
-
-
-def _product(
+def product(
     head: Head,
-    arrays: dict[str, jax.Array],
-    sizes: dict[str, int],
-    start: jax.Array,
+    dlogits: jax.Array,
+    total: jax.Array,
+    start: jax.Array | int,
     filled: jax.Array | None,
-    shape: tuple[int, ...],
-    *,
-    for_hidden: bool,
+    hidden: jax.Array | None = None,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
-    """One launch, on dlogits of that shape."""
-    (rows, columns), spec, total = shape, head.spec, arrays[binding.BEFORE]
+    """`total` with a product of `dlogits [n, c]`, of the columns from `start []` on and the first `filled []` rows.
+
+    `dlogits·weight` is added to `total [n, H]`. With `hidden [n, H]` the part of the weight's gradient `total` is
+    replaced by `scale·dlogitsᵀ·hidden`.
+    """
+    (rows, columns), spec, for_hidden = dlogits.shape, head.spec, hidden is None
     config = configs.product_for(spec, binding.capability(), columns)
     assert config is not None
-    existing = spec.vocab_size if head.valid_columns is None else head.valid_columns
-    bounds = (rows if filled is None else filled, start, existing)
+    if hidden is None:
+        left, right, sizes = dlogits, head.weight.astype(spec.dtype), (rows, spec.hidden_size, columns)
+    else:
+        hidden = hidden.astype(spec.dtype)
+        left, right = (dlogits, hidden) if spec.vocab_axis == 0 else (hidden, dlogits)
+        sizes = left.shape[1], right.shape[1], rows
+    arrays = {"left": left, "right": right, binding.BEFORE: total}
+    if scale is not None:
+        arrays["scale"] = scale.astype(jnp.float32).reshape(1)
     constants: dict[str, Any] = {
-        **sizes,
+        **dict(zip("MNK", sizes, strict=True)),
         "VOCABULARY": spec.vocab_size,
         "STRIDE": spec.weight_rows,
         "AXIS": spec.vocab_axis,
@@ -59,7 +46,8 @@ def _product(
         "BLOCK_M": config.rows,
         "BLOCK_N": config.columns,
     }
-    tiles = -(-sizes["M"] // config.rows) * -(-sizes["N"] // config.columns)
+    existing = spec.vocab_size if head.valid_columns is None else head.valid_columns
+    bounds = rows if filled is None else filled, start, existing
     arrays["bounds"] = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds])
-    outputs = {binding.STORED: jax.ShapeDtypeStruct(total.shape, total.dtype)}
+    tiles, outputs = config.tiles(*sizes[:2]), {binding.STORED: jax.ShapeDtypeStruct(total.shape, total.dtype)}
     return binding.call("product_kernel", arrays, outputs, constants, config, tiles)[binding.STORED]

@@ -15,23 +15,18 @@ from pallas_ce.streaming.tiles import equal_parts, shrink
 
 
 class Tiling(NamedTuple):
-    """The block and tile sizes that a platform prefers.
+    """The block and tile sizes that a platform prefers."""
 
-    Attributes:
-        rows: rows of a block, at most.
-        elements: of a tile, at most.
-        cached: whether a tile's logits are in a cache when they are read again.
-        in_place: whether XLA writes products into parts of larger arrays, and keeps scratch where an output will lie.
-        worth_adding: rows of a block below which in_forward of 16-bit operands is the slower mode: a fourth product
-            then takes less time than adding another share to the weight's whole gradient. With F operations and B bytes
-            a second that is where `2·rows / F < 20 / B`: for each entry XLA writes the share, reads it and the sum,
-            writes that, and copies slices of the weight.
-    """
-
-    rows: int
-    elements: int
-    cached: bool
-    in_place: bool
+    rows: int  # of a block, at most
+    elements: int  # of a tile, at most
+    cached: bool  # whether a tile's logits are in a cache when they are read again
+    in_place: (
+        bool  # whether XLA writes products into parts of larger arrays, and keeps scratch where an output will lie
+    )
+    # Rows of a block below which in_forward of 16-bit operands is the slower mode: a fourth product then takes less
+    # time than adding another share to the weight's whole gradient. With F operations and B bytes a second that is
+    # where `2·rows / F < 20 / B`: for each entry XLA writes the share, reads it and the sum, writes that, and copies
+    # slices of the weight.
     worth_adding: int
 
 
@@ -45,7 +40,7 @@ _TPU = _GPU._replace(in_place=False, worth_adding=1024)
 # Blocks and tiles of an accelerator are a multiple of this, which its matrix units' own tiles divide.
 _STEP = 128
 
-# How many times longer than the three products one pass over sums, as `_least_traffic` counts them, would take if each
+# How many times longer than the three products one pass over sums, as `tiled_plan` counts them, would take if each
 # logit had one: 8·H bytes to 6·H operations, and accelerators do 150 to 250 operations in the time of a byte.
 _PASSES = 200
 
@@ -71,35 +66,15 @@ def tiled_plan(
 ) -> Plan:
     """Block sizes for `tokens` rows that fit: `scratch(rows, columns) <= limit`, which is about linear in either.
 
-    The limit must hold one row of `least_columns`.
+    The limit must hold one row of `least_columns`. On an accelerator they take the least time beside the products.
     """
-    rows = min(tokens, tiling.rows)
-    columns = min(vocab_size, max(least_columns, tiling.elements // rows))
-    found = None
-    if not tiling.cached:
-        found = _least_traffic(tokens, vocab_size, rows, columns, scratch, limit, least_columns)
-    # Where there is no room for a whole step: halved along their longer side.
-    rows, columns = found or shrink(rows, columns, scratch, limit, least_columns)
-    return Plan(rows, columns, scratch(rows, columns), vocab_size, last_apart=tiling.in_place)
-
-
-def _least_traffic(
-    tokens: int,
-    vocab_size: int,
-    most_rows: int,
-    most_columns: int,
-    scratch: Callable[[int, int], int],
-    limit: int,
-    least_columns: int,
-) -> tuple[int, int] | None:
-    """Rows and columns that take the least time beside the products themselves; None where no step of rows fits.
-
-    Over all of the vocabulary V the sum for N rows is read and written V/columns times, and that for the weight once
-    for each of N/rows blocks, if there are several: in units of N·V numbers, `1/columns + 1/rows`. The last block and
-    the last tile do again a part of what the ones before did, and at the end of each product a part of the chip idles.
-    """
-    best, least = None, math.inf
-    for steps in range(-(-most_rows // _STEP), 0, -1):
+    most_rows = min(tokens, tiling.rows)
+    most_columns = min(vocab_size, max(least_columns, tiling.elements // most_rows))
+    found, least = None, math.inf
+    # Over all of the vocabulary V the sum for N rows is read and written V/columns times, and the weight's once for
+    # each of N/rows blocks, if there are several: in units of N·V numbers, `1/columns + 1/rows`. The last block and
+    # tile do again a part of what the ones before did, and at the end of each product a part of the chip idles.
+    for steps in range(0 if tiling.cached else -(-most_rows // _STEP), 0, -1):
         blocks = -(-tokens // min(most_rows, steps * _STEP))
         rows = equal_parts(tokens, blocks, _STEP)
         fixed = scratch(rows, 0)
@@ -115,8 +90,10 @@ def _least_traffic(
             idle = _IDLE / (rows * columns)
             time = 1 / columns + (1 / rows if blocks > 1 else 0) + (again + idle) / _PASSES
             if time < least:
-                best, least = (rows, columns), time
-    return best
+                found, least = (rows, columns), time
+    # Where there is no room for a whole step: halved along their longer side.
+    rows, columns = found or shrink(most_rows, most_columns, scratch, limit, least_columns)
+    return Plan(rows, columns, scratch(rows, columns), vocab_size, last_apart=tiling.in_place)
 
 
 def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, rows: int, columns: int) -> int:
@@ -139,17 +116,9 @@ def stash(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
 def scratch(
     spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, tiling: Tiling = _CPU, alone: bool = False
 ) -> int:
-    """Bytes of one block of `rows` and tiles of `columns`, beside the stash.
+    """Bytes of one block of `rows` and tiles of `columns`, beside the stash; `alone`: of the only block.
 
     A tile lives as logits, as their exponentials or dlogits, and as the products' operand.
-
-    Args:
-        spec: the head.
-        mode: the pass.
-        rows: rows of a block.
-        columns: columns of a tile.
-        tiling: the platform's.
-        alone: whether there is one block only.
     """
     wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
     if tiling.cached:

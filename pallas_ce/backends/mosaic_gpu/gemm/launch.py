@@ -29,16 +29,10 @@ def run(
     outputs: dict[str, Any],
     numbers: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
-    """Runs one kernel; returns its outputs by name.
+    """Runs one kernel, which profilers show by its name; returns its outputs by name.
 
-    Args:
-        name: what profilers show.
-        product: the product, or the stored tiles to read.
-        matrices: the arrays that TMA loads.
-        epilogue: its work on each tile.
-        inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes; it does not find None.
-        outputs: shapes and dtypes that it writes, by name, or arrays that it changes in place.
-        numbers: `[]` int32 by name; the epilogue finds each as `[1]`, and does not find None.
+    TMA loads the `matrices`. The epilogue reads `inputs`, may change `jax.Ref`s among them, and finds `numbers`, `[]`
+    int32, as `[1]`; None is left out. It writes `outputs`: of a shape and dtype, or arrays changed in place.
     """
     if any(isinstance(x, jax.Array) for x in outputs.values()):
         before = {k: apart(x) if isinstance(x, jax.Array) else lax.empty(x.shape, x.dtype) for k, x in outputs.items()}

@@ -32,35 +32,22 @@ STEP = 64
 
 
 class Place(NamedTuple):
-    """Where a warpgroup's part of a tile lies.
+    """Where a warpgroup's part of a tile lies."""
 
-    Attributes:
-        warpgroup: 0 or 1.
-        row: first row.
-        column: first column.
-        block: which column block.
-        part: which part of the length.
-        config: shape of the tiles.
-    """
-
-    warpgroup: jax.Array
-    row: jax.Array
-    column: jax.Array
-    block: jax.Array
-    part: jax.Array
+    warpgroup: jax.Array  # 0 or 1
+    row: jax.Array  # the first
+    column: jax.Array  # the first
+    block: jax.Array  # which column block
+    part: jax.Array  # which part of the length
     config: Config
 
 
 class Epilogue(abc.ABC):
-    """What a kernel does with a tile; `refs` holds inputs, outputs and scratch by name. Hashable.
+    """What a kernel does with a tile; `refs` holds inputs, outputs and scratch by name. Hashable."""
 
-    Attributes:
-        target: the array that `store` writes to: an output or, where none has the name, the stored numbers themselves.
-        starts: tiles are stored from a column on that is a multiple of its greatest common divisor with a row's length.
-    """
-
+    # The array that `store` writes to: an output or, where none has the name, the stored numbers themselves.
     target: ClassVar[str | None] = None
-    starts: int = 0
+    starts: int = 0  # tiles are stored from a multiple of its greatest common divisor with a row's length on
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Shared memory to allocate, by name."""
@@ -174,22 +161,15 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
         along = matrices[0].shape[1], config.columns
     else:  # both operands need the same swizzle
         left, right = (config.tile_rows, config.depth), (config.columns, config.depth)
-        slots = {
-            "left": left[::-1] if product.left_axis else left,
-            "right": right[::-1] if product.right_axis else right,
-        }
-        along = (
-            *(x.shape[1] for x in matrices[:2]),
-            config.rows if product.left_axis else config.depth,
-            slots["right"][1],
-        )
+        left, right = left[::-1] if product.left_axis else left, right[::-1] if product.right_axis else right
+        slots = {"left": left, "right": right}
+        of_left = config.rows if product.left_axis else config.depth
+        along = *(x.shape[1] for x in matrices[:2]), of_left, slots["right"][1]
     transforms = layouts.swizzled(dtype, *along)
     ring: dict[str, Any] = {
         "full": plgpu.Barrier(num_arrivals=len(slots), num_barriers=config.stages),
         "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
-    }
-    for name, slot in slots.items():
-        ring[name] = plgpu.SMEM((config.stages, *slot), dtype, transforms=transforms)
+    } | {name: plgpu.SMEM((config.stages, *slot), dtype, transforms=transforms) for name, slot in slots.items()}
     if "finite_length" in refs:
         ring["cleared"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
 
@@ -226,11 +206,21 @@ class _Thread:
         def tile(index: jax.Array, _: None) -> None:
             place = self.walk.place(index, self.warpgroup)
             carry = self.epilogue.start(self.refs, place)
-            refs = {**self.refs, "held": Held(self, index)} if self.product.held else self.refs
+            if self.product.held:
+                self.held = index * self.walk.steps + self.walk.products
+                self.held_slot = self._slot(self.held + self.warpgroup)
+            refs = {**self.refs, "thread": self}
 
             def side_by_side(k: jax.Array, carry: Carry) -> Carry:
                 at = place._replace(column=place.column + k * self.config.columns)
-                return self.epilogue.tile(refs, at, self._stored(index * self.walk.steps + k), carry)
+                step = index * self.walk.steps + k
+                slot = self._slot(step)
+                plgpu.barrier_wait(self.ring["full"].at[slot])
+                values = plgpu.load(self.ring["left"].at[slot, self.rows], layout=plgpu.Layout.WGMMA)
+                values = values.astype(jnp.float32)
+                plgpu.commit_smem()  # the copy engine must not overwrite the slot before it has been read
+                self._refill(step)
+                return self.epilogue.tile(refs, at, values, carry)
 
             if self.product.stored:
                 carry = lax.fori_loop(0, self.product.stored, side_by_side, carry)
@@ -245,11 +235,14 @@ class _Thread:
         def accumulated(accumulator: Any) -> jax.Array:
             def step(k: jax.Array, _: None) -> None:
                 step = first + k
-                slot = self.slot(step)
+                slot = self._slot(step)
                 plgpu.barrier_wait(self.ring["full"].at[slot])
                 if "finite_length" in self.refs:
                     self._clear(slot, self.refs["finite_length"][0] - self.walk.along(place, k) * depth)
-                self._multiply(accumulator, slot)
+                left, right = self.ring["left"], self.ring["right"].at[slot]
+                across = self.product.left_axis
+                left = left.at[slot, :, self.rows].transpose((1, 0)) if across else left.at[slot, self.rows]
+                plgpu.wgmma(accumulator, left, right if self.product.right_axis else right.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
                 pl.when((k if self.product.held else step) > 0)(lambda: self._refill(step - 1))
 
@@ -262,20 +255,6 @@ class _Thread:
         if self.product.held:  # the ring's next slots hold the sum, not operands
             self._refill(first + self.walk.products - 1)
         return value
-
-    def _stored(self, step: jax.Array) -> jax.Array:
-        slot = self.slot(step)
-        plgpu.barrier_wait(self.ring["full"].at[slot])
-        values = plgpu.load(self.ring["left"].at[slot, self.rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        plgpu.commit_smem()  # the copy engine must not overwrite the slot before it has been read
-        self._refill(step)
-        return values
-
-    def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
-        """Issues the product of a slot's operands, which have arrived."""
-        left, right = self.ring["left"], self.ring["right"].at[slot]
-        left = left.at[slot, :, self.rows].transpose((1, 0)) if self.product.left_axis else left.at[slot, self.rows]
-        plgpu.wgmma(accumulator, left, right if self.product.right_axis else right.transpose((1, 0)))
 
     def _clear(self, slot: jax.Array, finite: jax.Array) -> None:
         """Replaces the right operand's numbers from `finite` on by 0: the left's are 0 there, but 0·NaN is not."""
@@ -297,13 +276,12 @@ class _Thread:
             plgpu.barrier_arrive(self.ring["cleared"])
             plgpu.barrier_wait(self.ring["cleared"])
 
-    def slot(self, step: jax.Array) -> jax.Array:
-        """The ring's slot for a step's operands."""
+    def _slot(self, step: jax.Array) -> jax.Array:
         return lax.rem(step, jnp.int32(self.config.stages))
 
     def _refill(self, done: jax.Array) -> None:
         """Frees the slot of the step `done`, and loads into it for the step `stages` later."""
-        slot, ahead = self.slot(done), done + self.config.stages
+        slot, ahead = self._slot(done), done + self.config.stages
 
         @pl.when(ahead < self.steps)
         def _() -> None:
@@ -352,28 +330,20 @@ class _Thread:
             source = self.refs[name].at[rows, pl.ds(place.block * width, width)]
             plgpu.copy_gmem_to_smem(source, self.ring[side].at[slot], full)
 
-
-class Held:
-    """The sum that a tile is added to, in the ring's slots: one step for each warpgroup's part.
-
-    "upper" `[rows, columns]` lies in the right operand's place, "lower" `[rows, columns / 2]` in the left one's.
-    """
-
-    def __init__(self, thread: _Thread, tile: jax.Array) -> None:
-        self._thread, self._first = thread, tile * thread.walk.steps + thread.walk.products
-        self._slot = thread.slot(self._first + thread.warpgroup)
-
-    def wait(self) -> None:
-        """Waits until the sum has arrived."""
+    def wait_held(self) -> None:
+        """Waits until the sum that the tile is added to has arrived: a step for each warpgroup's part."""
         for warpgroup in range(WARPGROUPS):  # the other's, too: each phase of a barrier must be awaited
-            plgpu.barrier_wait(self._thread.ring["full"].at[self._thread.slot(self._first + warpgroup)])
+            plgpu.barrier_wait(self.ring["full"].at[self._slot(self.held + warpgroup)])
 
-    def read(self, name: str, first: int, width: int) -> jax.Array:
-        """`width` columns from `first` on of this warpgroup's part, in the layout of a wgmma accumulator."""
-        part = self._thread.ring["right" if name == "upper" else "left"].at[self._slot, :, pl.ds(first, width)]
+    def read_held(self, name: str, first: int, width: int) -> jax.Array:
+        """`width` columns from `first` on of this warpgroup's part, in the layout of a wgmma accumulator.
+
+        "upper" `[rows, columns]` lies in the right operand's place, "lower" `[rows, columns / 2]` in the left one's.
+        """
+        part = self.ring["right" if name == "upper" else "left"].at[self.held_slot, :, pl.ds(first, width)]
         return plgpu.load(part, layout=plgpu.Layout.WGMMA)
 
-    def release(self) -> None:
+    def release_held(self) -> None:
         """Frees the sum's slots after it has been read."""
         for warpgroup in range(WARPGROUPS):
-            self._thread._refill(self._first + warpgroup)
+            self._refill(self.held + warpgroup)

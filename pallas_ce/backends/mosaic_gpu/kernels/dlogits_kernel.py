@@ -20,6 +20,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
 from pallas_ce.head import Head
 from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.streaming.tiles import Columns
 
 
 def dlogits(
@@ -28,29 +29,22 @@ def dlogits(
     reference: jax.Array | None,
     coefficients: Coefficients,
     *,
-    part: operands.Part | None = None,
+    part: Columns | None = None,
     into: jax.Array | None = None,
     valid_rows: jax.Array | None = None,
 ) -> jax.Array:
     """dlogits in the compute dtype, of the shape `operands.stored_shape`, without single entries (see `entries`).
 
-    The same entries are undefined as in `stash_kernel.stash`, and columns behind `part` from the next tile on.
-
-    Args:
-        head: the head.
-        hidden: `[N, H]`.
-        reference: `[N]`, from which logits are measured, where terms need it.
-        coefficients: `[N]` each; neither target nor argmax.
-        part: the vocabulary entries; None: all.
-        into: an array to write to; None: a new one.
-        valid_rows: `[]` int32: rows from there on are undefined, and whole tiles of them skipped; None: none.
+    Columns of a `part`, from a multiple of the kernels' steps on, are stored from column 0 on. Undefined are the same
+    entries as in `forward_kernel.stash`, and columns behind the part from the next tile on.
     """
-    part, vectors = part or operands.Part(head.spec.vocab_size), vectors_by_row(coefficients, reference)
+    vectors, width = vectors_by_row(coefficients, reference), head.spec.vocab_size if part is None else part.size
     config = operands.tiles_of("dlogits", head, hidden.shape[0], len(vectors.keys() - {"reference"}))
-    given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, part.width)
+    given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, width)
     inputs = {name: given.by_row(x) for name, x in vectors.items()}
-    numbers = {"first_column": part.first, "valid_columns": part.valid, "valid_rows": valid_rows}
-    out = jax.ShapeDtypeStruct(operands.stored_shape(hidden.shape[0], part.width), head.spec.dtype)
+    numbers = {} if part is None else {"first_column": part.start, "valid_columns": part.count}
+    numbers |= {"valid_rows": valid_rows}
+    out = jax.ShapeDtypeStruct(operands.stored_shape(hidden.shape[0], width), head.spec.dtype)
     outputs = {"dlogits": out if into is None else into}
     return given.run("pallas_ce_dlogits", DlogitsEpilogue(given.logits), outputs, inputs, numbers)["dlogits"]
 
@@ -88,7 +82,7 @@ class DlogitsEpilogue(Epilogue):
         if "counts" in carry:
             # Rows that do not count have coefficients of 0. Their logits become 0: a nan or inf must not matter.
             values = jnp.where(layouts.along_columns(carry["counts"], values.shape) > 0, values, 0.0)
-        for first, piece in epilogues.pieces(values, place.config.width):
+        for first, piece in epilogues.pieces(values, place.config.piece):
             column = carry.get("first_column", 0) + place.column + first
             z = self.logits.logits(refs, column, piece)
             gradient = self._gradient(refs, column, z, carry)

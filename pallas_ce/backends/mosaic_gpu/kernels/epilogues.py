@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.statistics.table import FIELDS, Partial, mean_distance
+from pallas_ce.statistics.logits import present
+from pallas_ce.statistics.table import Partial, mean_distance
 
 LOG2E = math.log2(math.e)
 
@@ -26,13 +27,8 @@ class LogitSpec:
     """How products become logits, `softcap(scale·(product + bias))`; static.
 
     The inputs "bias" `[padded V]` float32 and "scale" `[1]` float32 are there if the head has them. An input "valid"
-    `[1]` int32 is the number of valid columns, where it is known at run time only.
-
-    Attributes:
-        columns: how many there are; a tile's columns beyond are not valid.
-        ragged: whether some tile has columns that are not valid.
-        softcap: the cap, or None.
-        uniform_weight: the u of `mean_logit` where none is given.
+    `[1]` int32 is the number of valid columns, where it is known at run time only; else they are `columns`. Some tile
+    has others where `ragged`.
     """
 
     columns: int
@@ -54,35 +50,24 @@ class LogitSpec:
 
     def valid(self, refs: dict[str, Any], column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """`shape` bool: which entries belong to the vocabulary."""
-        return layouts.column_ids(shape) < self._count(refs) - column
+        return layouts.column_ids(shape) < self.rest(refs, column)
 
-    def valid_count(self, refs: dict[str, Any], column: jax.Array, width: int) -> jax.Array | float:
-        """How many of `width` columns from `column` on belong to the vocabulary."""
-        if not self.ragged:
-            return float(width)
-        return jnp.clip(self._count(refs) - column, 0, width).astype(jnp.float32)
-
-    def _count(self, refs: dict[str, Any]) -> Any:
-        return refs["valid"][0] if "valid" in refs else self.columns
+    def rest(self, refs: dict[str, Any], column: jax.Array) -> jax.Array:
+        """How many columns from `column` on belong to the vocabulary; below 0 behind its end."""
+        found: jax.Array = (refs["valid"][0] if "valid" in refs else self.columns) - column
+        return found
 
     def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array) -> jax.Array:
         """Logits with -inf where not valid."""
-        if not self.ragged:
-            return z
-        return jnp.where(self.valid(refs, column, z.shape), z, -jnp.inf)
+        return jnp.where(self.valid(refs, column, z.shape), z, -jnp.inf) if self.ragged else z
 
 
-def no_columns(rows: int, fields: tuple[str, ...]) -> Partial:
-    """The neutral `Partial` with these fields."""
-    dtypes = {f: jnp.int32 if f == "argmax" else jnp.float32 for f in fields}
-    return Partial(**{f: layouts.constant_by_row(rows, FIELDS[f].neutral, dtype) for f, dtype in dtypes.items()})
-
-
-def pieces(x: jax.Array, width: int) -> Iterator[tuple[int, jax.Array]]:
-    """The parts of `x [rows, columns]` that are `width` columns wide, each with its first column.
+def pieces(x: jax.Array, width: int | None) -> Iterator[tuple[int, jax.Array]]:
+    """The parts of `x [rows, columns]` that are `width` columns wide, each with its first column; None: the whole.
 
     Working piece by piece keeps fewer values in registers, where many vectors must be kept beside them.
     """
+    width = width or x.shape[1]
     for first in range(0, x.shape[1], width):
         yield first, x[:, first : first + width]
 
@@ -95,23 +80,15 @@ def piece_partial(
     z: jax.Array,
     reference: jax.Array | None,
 ) -> tuple[Partial, jax.Array | None]:
-    """A piece's `fields` as in `table.FIELDS`, and `e^{z - reference}`.
+    """The `fields` of a piece that begins at `column`, as in `table.FIELDS`, and `e^{z - reference}`.
 
-    The targets' logits come from `entries`.
-
-    Args:
-        spec: how the logits are made.
-        fields: the fields of `Partial` to compute.
-        refs: "u" `[padded V]` float32, 0 where not valid, if the mean is weighted.
-        column: the piece's first vocabulary entry.
-        z: logits `[rows, width]`, -inf where not valid.
-        reference: `[rows]`, from which sums are measured.
+    `z` is -inf where not valid. "u" `[padded V]` float32, 0 there, is in `refs` if the mean is weighted. The targets'
+    logits come from `entries`.
     """
     shape = z.shape
     found: dict[str, jax.Array] = {}
     if "weighted_sum" in fields:
-        assert reference is not None
-        measured = z - layouts.along_columns(reference, shape)
+        measured = z - layouts.along_columns(present(reference), shape)
         if "u" in refs:
             u = layouts.columns_of(refs["u"], column, shape)
             found["weighted_sum"] = layouts.sum_of_rows(jnp.where((u != 0) & (measured != 0), u * measured, 0.0))
@@ -122,7 +99,10 @@ def piece_partial(
         if "u" in refs:
             found["sum_weights"] = layouts.sum_of_rows(layouts.columns_of(refs["u"], column, shape))
         else:
-            total = spec.uniform_weight * spec.valid_count(refs, column, shape[1])
+            count: Any = float(shape[1])
+            if spec.ragged:
+                count = jnp.clip(spec.rest(refs, column), 0, shape[1]).astype(jnp.float32)
+            total = spec.uniform_weight * count
             found["sum_weights"] = layouts.constant_by_row(shape[0], total)
     if "max" in fields:
         found["max"] = z.max(axis=1)
@@ -133,8 +113,7 @@ def piece_partial(
         found["argmax"] = column + place.min(axis=1)
     exp = None
     if "sum_exp" in fields:
-        assert reference is not None
-        distance = z - layouts.along_columns(reference, shape)
+        distance = z - layouts.along_columns(present(reference), shape)
         if "sum_exp_shifted" in fields:
             distance = jnp.maximum(distance, FARTHEST)
         exp = jnp.exp2(distance * LOG2E)

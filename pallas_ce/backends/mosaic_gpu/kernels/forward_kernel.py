@@ -1,22 +1,114 @@
-"""The forward: row statistics of hidden·weightᵀ, a `Partial` from each tile.
+"""Row statistics of hidden·weightᵀ, a `Partial` from each tile, and how XLA joins these.
 
-A tile's `Partial` is measured from the tile's own maximum. Each statistic takes one number in memory for each row and
-tile along the vocabulary. A launch works on as many rows as a budget holds.
+*The forward* measures a tile's `Partial` from the tile's own maximum. Each statistic takes one number in memory for
+each row and tile along the vocabulary. A launch works on as many rows as a budget holds.
+
+*In_forward's kernel* also keeps every logit's exponential `e^{z_ij - e_i}` in 16 bits; `backends.exponentials` derives
+their use. The reference `e_i`, near row i's lse, is known in advance, so that all tiles measure a row's sums from one
+number. The kernel also finds each row's largest logit, from which the exponentials are made again where the reference
+was a bad one. The statistics come from the unrounded values.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES
+from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
+from pallas_ce.backends.mosaic_gpu.kernels.operands import Operands
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, PARTIALS_BYTES, Product
 from pallas_ce.head import Head
-from pallas_ce.statistics.logits import reference_of
-from pallas_ce.statistics.row import Partial, add, fields_for, merge, reads_logit_weights
+from pallas_ce.statistics.logits import present, reference_of
+from pallas_ce.statistics.row import Partial, add, fields_for, joined, merge, reads_logit_weights
+from pallas_ce.statistics.table import FIELDS
+from pallas_ce.streaming.loops import fori_loop
+
+_OUTPUT = "partial_"
+
+# Most launches that a program holds in place of a loop: a choice between branches with loops goes by way of the host.
+_MOST_WITHOUT_LOOP = 16
+
+
+def vectors(names: frozenset[str]) -> int:
+    """How many vectors by row a kernel keeps for these statistics, as `schedule.rule` counts them.
+
+    Targets' logits take none, and a maximum is there anyway. A weighted sum counts as two, with the sum of the weights.
+    Deviations count as three: a piece's mean must be known first, and its distances are held until then.
+    """
+    fields = set(fields_for(names)) - {"max"}
+    return len(fields) + 2 * ("sum_exp_deviation_sq" in fields)
+
+
+def outputs(fields: tuple[str, ...], product: Product) -> dict[str, Any]:
+    """An array `[column blocks, padded rows]` for each field."""
+    shape = jax.ShapeDtypeStruct((product.column_blocks, product.padded_rows), jnp.float32)
+    return {_OUTPUT + field: shape for field in fields}
+
+
+def write(refs: dict[str, Any], place: Place, partial: Partial) -> None:
+    """Writes the `Partial` of a warpgroup's part of a tile to the `outputs`."""
+    for field, value in partial._asdict().items():
+        if value is not None:
+            rows = pl.ds(place.row, value.shape[0])
+            refs[_OUTPUT + field][place.block, rows] = value.astype(jnp.float32)  # column numbers are exact in float32
+
+
+def read(
+    found: dict[str, jax.Array], fields: tuple[str, ...], join: Callable[[Partial, Partial], Partial] = merge
+) -> Partial:
+    """Joins the column blocks of a kernel's outputs into one `Partial`."""
+    whole = joined(Partial(**{field: found[_OUTPUT + field] for field in fields}), join)
+    return whole if whole.argmax is None else whole._replace(argmax=whole.argmax.astype(jnp.int32))
+
+
+def in_launches(
+    name: str,
+    given: Operands,
+    epilogue: Epilogue,
+    fields: tuple[str, ...],
+    rows: int,
+    partial_bytes: int = PARTIALS_BYTES,
+    valid_rows: jax.Array | None = None,
+) -> Partial:
+    """The `Partial` `[rows]`, from launches of nearly equal size whose partial statistics fit in `partial_bytes`.
+
+    One row of tiles is made in any case. Rows from `valid_rows []` on are undefined, and whole tiles of them skipped.
+    """
+    config, column_blocks = given.product.config, given.product.column_blocks
+
+    def launch(first: Any, count: int) -> Partial:
+        """The `Partial` `[count]` of whole tiles of rows from `first` on."""
+        valid = None if valid_rows is None else jnp.clip(valid_rows - first, 0, count)
+        numbers = {"valid_rows": valid, "first_row": first if count < rows else None}
+        some = given._replace(product=dataclasses.replace(given.product, row_blocks=config.row_blocks(count)))
+        return read(some.run(name, epilogue, outputs(fields, some.product), numbers=numbers), fields)
+
+    blocks = config.row_blocks(rows)
+    fit = partial_bytes // (4 * len(fields) * column_blocks) // config.tile_rows
+    launches = -(-blocks // max(1, fit))
+    count = -(-blocks // launches) * config.tile_rows
+    launches = -(-rows // count)
+    if launches <= _MOST_WITHOUT_LOOP:
+        each = [launch(0, count)]
+        for index in range(1, launches):  # one after the other, in the same memory
+            first, each[-1] = lax.optimization_barrier((jnp.int32(index * count), each[-1]))
+            each.append(launch(first, count))
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:rows], *each)
+
+    def one(index: jax.Array, whole: Partial) -> Partial:
+        first = index * count
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, (first,)), whole, launch(first, count))
+
+    some = jax.eval_shape(lambda: launch(0, count))
+    empty = jax.tree.map(lambda x: lax.empty((launches * count,), x.dtype), some)
+    return jax.tree.map(lambda x: x[:rows], fori_loop(0, launches, one, empty))
 
 
 def statistics(
@@ -26,30 +118,19 @@ def statistics(
     partial_bytes: int = PARTIALS_BYTES,
     valid_rows: jax.Array | None = None,
 ) -> Partial:
-    """The `Partial` of `hidden [N, H]` over the vocabulary, without the targets' logits.
-
-    `partial_bytes` bounds the temporary memory. Rows from `valid_rows []` on are undefined, and whole tiles of them
-    skipped.
-    """
-    fields = fields_for(names)
-    if not fields:
+    """The `Partial` of `hidden [N, H]` over the vocabulary, without the targets' logits; see `in_launches`."""
+    if not (fields := fields_for(names)):
         return Partial()
-    config = operands.tiles_of("forward", head, hidden.shape[0], partials.vectors(names))
+    rows = hidden.shape[0]
+    config = operands.tiles_of("forward", head, rows, vectors(names))
     given = operands.operands(head, hidden, config, reads_logit_weights(names))
     epilogue = StatisticsEpilogue(given.logits, fields)
-    rows = hidden.shape[0]
-    return partials.in_launches("pallas_ce_forward", given, epilogue, fields, rows, partial_bytes, valid_rows)
+    return in_launches("pallas_ce_forward", given, epilogue, fields, rows, partial_bytes, valid_rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsEpilogue(Epilogue):
-    """Writes each tile's `Partial`, measured from its own maximum.
-
-    Attributes:
-        logits: how a tile's values become logits.
-        fields: the fields of `Partial` to compute.
-        shared: whether tiles that are read side by side share one `Partial`.
-    """
+    """Writes each tile's `Partial`, measured from its own maximum; one of tiles side by side where it is `shared`."""
 
     logits: epilogues.LogitSpec
     fields: tuple[str, ...]
@@ -57,18 +138,22 @@ class StatisticsEpilogue(Epilogue):
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """The neutral `Partial` where tiles share one."""
-        return epilogues.no_columns(place.config.rows, self.fields) if self.shared else None
+        if not self.shared:
+            return None
+        dtypes = {f: jnp.int32 if f == "argmax" else jnp.float32 for f in self.fields}
+        value = functools.partial(layouts.constant_by_row, place.config.rows)
+        return Partial(**{f: value(FIELDS[f].neutral, dtype) for f, dtype in dtypes.items()})
 
     def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Writes the `Partial`."""
-        partials.write(refs, place, carry)
+        write(refs, place, carry)
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
         """Finds the maximum, then the sums measured from it."""
         z = self.logits.logits(refs, place.column, values)
         parts = [
             (place.column + first, self.logits.mask(refs, place.column + first, piece))
-            for first, piece in epilogues.pieces(z, place.config.width)
+            for first, piece in epilogues.pieces(z, place.config.piece)
         ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
         reference = None if top is None else reference_of(top)
@@ -81,3 +166,77 @@ class StatisticsEpilogue(Epilogue):
         others = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
         found = of_all(others)._replace(max=top)
         return found if carry is None else merge(carry, found)
+
+
+# The fields that need no exponential.
+_OF_LOGITS = ("weighted_sum", "max", "argmax")
+
+
+def stash(
+    head: Head,
+    hidden: jax.Array,
+    reference: jax.Array,
+    names: frozenset[str],
+    valid_rows: jax.Array | None = None,
+    into: jax.Array | None = None,
+) -> tuple[Callable[[], Partial], jax.Array]:
+    """`Block.exponentials` of `hidden [N, H]`.
+
+    `E` has the shape `operands.stored_shape`. It is 0 in padding's columns as far as tiles reach, and undefined beyond
+    and in rows from N on. `reference [N]` is finite. Rows from `valid_rows []` on are undefined, and whole tiles of
+    them skipped. In an earlier `E` to write `into`, skipped rows keep their exponentials.
+    """
+    rows, spec = hidden.shape[0], head.spec
+    # The sums of u are the same for all rows.
+    fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
+    config = operands.tiles_of("stash", head, rows, 1 + vectors(names))
+    given = operands.operands(head, hidden, config, reads_logit_weights(names))
+    # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the kernel
+    # always reads how many rows are valid, and always writes into an array.
+    numbers = {"valid_rows": jnp.int32(rows) if valid_rows is None else valid_rows}
+    written, shape = outputs(fields, given.product), operands.stored_shape(rows, spec.vocab_size)
+    written["stash"] = lax.empty(shape, spec.dtype) if into is None else into
+    inputs = {"reference": given.by_row(reference)}
+    found = given.run("pallas_ce_stash", StashEpilogue(given.logits, fields), written, inputs, numbers)
+    stored = found.pop("stash")
+
+    def partial() -> Partial:
+        whole = jax.tree.map(lambda x: x[:rows], read(found, fields, add))
+        if whole.weighted_sum is None:
+            return whole
+        u = head.tile_logit_weights(0, given.logits.columns)
+        if head.valid_columns is not None:
+            u = jnp.where(jnp.arange(given.logits.columns) < head.valid_columns, u, 0.0)
+        return whole._replace(sum_weights=jnp.full(rows, u.sum()))
+
+    return partial, stored
+
+
+@dataclasses.dataclass(frozen=True)
+class StashEpilogue(Epilogue):
+    """Stores a tile's exponentials and adds up its statistics."""
+
+    logits: epilogues.LogitSpec
+    fields: tuple[str, ...]
+    target = "stash"
+
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
+        """Reads the rows' references; tall tiles leave no register to hold them during the product."""
+        return layouts.rows_of(refs["reference"], place.row, place.config.rows) if place.config.rows <= BLOCK else None
+
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+        """Stores exponentials rounded, and sums them unrounded."""
+        whole = None
+        reference = layouts.rows_of(refs["reference"], place.row, place.config.rows) if carry is None else carry
+        of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
+        of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
+        for first, piece in epilogues.pieces(values, place.config.piece):
+            column = place.column + first
+            z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
+            # In this order no register spills: each piece leaves the registers as soon as it can.
+            part, _ = epilogues.piece_partial(self.logits, of_logits, refs, column, z, reference)
+            sums, exp = epilogues.piece_partial(self.logits, of_exponentials, refs, column, z, reference)
+            part = Partial(*(x if y is None else y for x, y in zip(part, sums, strict=True)))
+            whole = part if whole is None else add(whole, part)
+            self.store(refs, place, first, present(exp))
+        write(refs, place, present(whole))

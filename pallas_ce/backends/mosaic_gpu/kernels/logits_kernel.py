@@ -1,12 +1,16 @@
-"""The logits of a block of rows in float32, with the largest of each group of columns and each row's log-sum-exp.
+"""The k largest logits of each row: a kernel stores a block's logits, a selection reads few of them.
 
-A selection has to look at single logits more than once. The groups' maxima, a thirty-second of the numbers, tell it
-where. A tile's logits leave the registers while its exponentials are summed.
+A selection has to look at single logits more than once. The largest of each group of columns, a thirty-second of the
+numbers, tell it where. For each row of V entries the kernel writes 4·V bytes of float32 logits while it multiplies: a
+tile's leave the registers while its exponentials are summed. A tournament (`streaming.selection`) reads and sorts V/8
+bytes of maxima, and 128·k bytes of logits are read again.
 """
 
+import bisect
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,11 +19,15 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
+from pallas_ce.backends.mosaic_gpu.kernels import epilogues, forward_kernel, operands
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Config
-from pallas_ce.head import Head
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming import selection
+from pallas_ce.streaming.budget import budget
+from pallas_ce.streaming.selection import Largest
 
 # Columns of a group: 128 bytes, one memory transaction. A tile's width is a multiple.
 GROUP = 32
@@ -29,19 +37,12 @@ CONFIG = Config(rows=128, columns=128, stages=3)
 
 _FIELDS = ("max", "sum_exp")
 
+# Rows of a block are a multiple of this where there are as many, so that tiles are full.
+_ROW_STEP = 256
 
-class Stored(NamedTuple):
-    """The kernel's outputs for N rows.
-
-    Attributes:
-        logits: `[rows, groups · GROUP]` float32, undefined behind N rows; -inf in padding's columns.
-        maxima: `[groups, padded rows]` float32, each group's largest logit; undefined behind N rows.
-        partial: `max` and `sum_exp` `[N]` of the tempered logits.
-    """
-
-    logits: jax.Array
-    maxima: jax.Array
-    partial: Partial
+# Arrays alive at a time, of a row's maxima and of its k groups' entries: as found, by row, sorted with their places.
+_MAXIMA_ARRAYS = 3
+_CANDIDATE_ARRAYS = 6
 
 
 def stored_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -49,25 +50,27 @@ def stored_shape(rows: int, columns: int) -> tuple[int, int]:
     return operands.stored_shape(rows, operands.round_up(columns, GROUP))
 
 
-def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None) -> Stored:
-    """Stores the logits of `hidden [N, H]`.
+def logits(
+    head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Partial]:
+    """Logits of `hidden [N, H]`, maxima, and the `Partial` `[N]` of the logits times `inverse_temperature [N]`.
 
-    `inverse_temperature [N]`, positive, multiplies the logits in `partial` only.
+    Logits `[rows, groups · GROUP]` are -inf in padding's columns. Maxima `[groups, padded rows]` are each group's
+    largest logit. Both are float32, and undefined behind N rows.
     """
     given = operands.operands(head, hidden, CONFIG, weighted_mean=False)
-    rows = hidden.shape[0]
-    shape = stored_shape(rows, given.logits.columns)
+    shape = stored_shape(hidden.shape[0], given.logits.columns)
     outputs = {
-        **partials.outputs(_FIELDS, given.product.column_blocks, given.padded_rows),
+        **forward_kernel.outputs(_FIELDS, given.product),
         "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
-        "maxima": jax.ShapeDtypeStruct((shape[1] // GROUP, given.padded_rows), jnp.float32),
+        "maxima": jax.ShapeDtypeStruct((shape[1] // GROUP, given.product.padded_rows), jnp.float32),
     }
     inputs = {}
     if inverse_temperature is not None:
         inputs["inverse_temperature"] = given.by_row(inverse_temperature.astype(jnp.float32), 1)
     found = given.run("pallas_ce_logits", LogitsEpilogue(given.logits), outputs, inputs)
-    partial = jax.tree.map(lambda x: x[:rows], partials.read(found, _FIELDS))
-    return Stored(found["logits"], found["maxima"], partial)
+    partial = jax.tree.map(lambda x: x[: len(hidden)], forward_kernel.read(found, _FIELDS))
+    return found["logits"], found["maxima"], partial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +86,8 @@ class LogitsEpilogue(Epilogue):
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads the rows' inverse temperatures."""
-        if "inverse_temperature" in refs:
-            return layouts.rows_of(refs["inverse_temperature"], place.row, place.config.rows)
-        return None
+        given = refs.get("inverse_temperature")
+        return None if given is None else layouts.rows_of(given, place.row, place.config.rows)
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores the logits first: they are on their way while the rest is computed."""
@@ -106,4 +108,40 @@ class LogitsEpilogue(Epilogue):
         plgpu.commit_smem()
         groups, rows = pl.ds(place.column // GROUP, staged.shape[0]), pl.ds(place.row, staged.shape[1])
         plgpu.copy_smem_to_gmem(staged, refs["maxima"].at[groups, rows])
-        partials.write(refs, place, part._replace(max=top))
+        forward_kernel.write(refs, place, part._replace(max=top))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredBlocks:
+    """Stores the logits of as many rows as fit the budget, and selects k; static and hashable."""
+
+    spec: HeadSpec
+    k: int
+    scratch_bytes: int | None
+
+    def block_sizes(self, tokens: int) -> Plan:
+        """See `protocol.TopKFinder`."""
+        limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
+        most = bisect.bisect_right(range(1, tokens + 1), limit, key=self._scratch)
+        if _ROW_STEP < most < tokens:
+            most -= most % _ROW_STEP
+        rows = -(-tokens // -(-tokens // most))  # of nearly equal blocks
+        if rows > _ROW_STEP:
+            rows = min(tokens, operands.round_up(rows, _ROW_STEP))
+        return Plan(rows, self.spec.vocab_size, self._scratch(rows), self.spec.vocab_size)
+
+    def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
+        """See `protocol.TopKFinder`."""
+        stored, maxima, partial = logits(head, batch.hidden, batch.inverse_temperature)
+        # Padding's rows are undefined, and dropped at the end: a slice of the stored array might be a copy.
+        padded = stored.shape[0]
+        found = selection.largest_in_groups(stored.reshape(padded, -1, GROUP), self.k, maxima.T[:padded])
+        return jax.tree.map(lambda x: x[: len(batch.hidden)], found), partial
+
+    def _scratch(self, rows: int) -> int:
+        """Bytes of logits, maxima in full tiles, candidates and hidden states."""
+        shape = stored_shape(rows, self.spec.vocab_size)
+        stored, groups = 4 * math.prod(shape), shape[1] // GROUP
+        maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, CONFIG.tile_rows) * groups
+        candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP
+        return stored + maxima + candidates + self.spec.dtype.itemsize * rows * self.spec.hidden_size

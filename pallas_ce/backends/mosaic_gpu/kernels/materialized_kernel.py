@@ -12,23 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.backends.arrays import apart
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, partials
+from pallas_ce.backends.mosaic_gpu import schedule
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands
 from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
-from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
-from pallas_ce.backends.mosaic_gpu.schedule import (
-    BLOCK,
-    BLOCK_BYTES,
-    RESERVED_BYTES,
-    SHARED_MEMORY_BYTES,
-    WARPGROUPS,
-    Config,
-    Product,
-    device_refusal,
-)
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, FREE_BYTES, WARPGROUPS, Config, Product
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.row import Partial, fields_for, reads_logit_weights
+from pallas_ce.streaming.tiles import pad
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -45,34 +37,24 @@ _PIECE = 64
 def tiles(itemsize: int, piece: int | None = None) -> Config:
     """Tiles of stored numbers, in as many stages as shared memory holds; a `piece` leaves room to stage dlogits."""
     config = Config(columns=_TILE_BYTES // itemsize, row_group=1, piece=piece)  # concurrent tiles lie in few rows
-    free = SHARED_MEMORY_BYTES - RESERVED_BYTES
-    if piece is not None:
-        free -= WARPGROUPS * config.staged * BLOCK * BLOCK_BYTES
-    return dataclasses.replace(config, stages=free // (config.tile_rows * _TILE_BYTES))
+    staged = 0 if piece is None else WARPGROUPS * config.staged * BLOCK * BLOCK_BYTES
+    return dataclasses.replace(config, stages=(FREE_BYTES - staged) // (config.tile_rows * _TILE_BYTES))
 
 
 def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
-    """See `protocol.Materialized`.
-
-    Raises:
-        ValueError: the kernel cannot read such logits where they are.
-    """
+    """See `protocol.Materialized`."""
     if not (fields := fields_for(names)):
         return Partial()
     config = tiles(head.spec.dtype.itemsize)
     if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT:  # not always: a copy would be large
         logits = apart(logits)
     given = _prepare(head, logits, config, reads_logit_weights(names), max(1, _PARTIAL_COLUMNS // config.columns))
-    epilogue = StatisticsEpilogue(given.logits, fields, shared=True)
-    return partials.in_launches("pallas_ce_materialized_statistics", given, epilogue, fields, logits.shape[0])
+    epilogue = forward_kernel.StatisticsEpilogue(given.logits, fields, shared=True)
+    return forward_kernel.in_launches("pallas_ce_materialized_statistics", given, epilogue, fields, logits.shape[0])
 
 
 def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None) -> jax.Array:
-    """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them.
-
-    Raises:
-        ValueError: the kernel cannot read such logits where they are.
-    """
+    """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them."""
     spec, logits, labels = head.spec, batch.hidden, batch.labels
     config = tiles(spec.dtype.itemsize, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
@@ -101,13 +83,8 @@ def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, stor
     columns = operands.round_up(spec.weight_rows, config.columns * stored)
     blocks = config.row_blocks(logits.shape[0]), columns // (config.columns * stored)
     product = Product(config, *blocks, stored=stored)
-    of_logits = LogitSpec(
-        columns=spec.vocab_size,
-        ragged=columns > spec.vocab_size,
-        softcap=spec.softcap,
-        uniform_weight=spec.uniform_weight,
-    )
-    inputs = {"u": operands.pad(u.astype(jnp.float32), (columns,))} if weighted and u is not None else {}
+    of_logits = LogitSpec(spec.vocab_size, columns > spec.vocab_size, spec.softcap, spec.uniform_weight)
+    inputs = {"u": pad(u.astype(jnp.float32), (columns,))} if weighted and u is not None else {}
     return operands.Operands(product, of_logits, (logits,), inputs)
 
 
@@ -121,4 +98,5 @@ def refusal(spec: HeadSpec, rows: int | None = None) -> str | None:
             f"its kernels read rows in multiples of {operands.ROW_MULTIPLE} and columns in multiples of "
             f"{operands.LENGTH_MULTIPLE}, and these logits are {shape}; pad them, or use 'xla'"
         )
-    return device_refusal() if rows is None else None  # asked when the call was made, where its arrays are known
+    # Asked when the call was made, where its arrays are known.
+    return schedule.device_refusal() if rows is None else None

@@ -20,7 +20,8 @@ from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, Kernel, Product
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.streaming.tiles import pad as pad
+from pallas_ce.statistics.logits import present
+from pallas_ce.streaming.tiles import pad
 
 ROW_MULTIPLE = 8
 LENGTH_MULTIPLE = 16
@@ -72,11 +73,6 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def own_weight(head: Head) -> jax.Array:
-    """The weight in the compute dtype, `apart`."""
-    return apart(head.weight.astype(head.spec.dtype))
-
-
 def stored_shape(rows: int, columns: int) -> tuple[int, int]:
     """Shape of a matrix `[rows, columns]` with the padding that TMA needs."""
     return round_up(rows, ROW_MULTIPLE), round_up(columns, LENGTH_MULTIPLE)
@@ -87,32 +83,6 @@ def padded(x: jax.Array) -> jax.Array:
     return pad(x, stored_shape(*x.shape))
 
 
-def _term_of(head: Head, hidden: jax.Array, depth: int) -> tuple[jax.Array, ...]:
-    """A low-rank term's operands for `hidden [N, H]`, laid out like hidden states and weight, in whole steps."""
-    if head.up is None:
-        return ()
-    spec, width = head.spec, round_up(head.spec.rank, depth)
-    low = head.with_low(Batch(hidden)).low
-    assert low is not None
-    up = pad(head.up.astype(spec.dtype), (spec.weight_rows, width))
-    low = pad(low, (round_up(hidden.shape[0], ROW_MULTIPLE), width))
-    return apart(low), apart(up if spec.vocab_axis == 0 else up.T)
-
-
-class Part(NamedTuple):
-    """Vocabulary entries that a launch works on; the launch stores the first of them as column 0.
-
-    Attributes:
-        width: how many at most; static.
-        first: `[]` int32, the first, a multiple of the kernels' steps; None: 0.
-        valid: `[]` int32, how many; None: `width`.
-    """
-
-    width: int
-    first: jax.Array | None = None
-    valid: jax.Array | None = None
-
-
 def tiles_of(kernel: Kernel, head: Head, rows: int, vectors: int) -> Config:
     """The tiles of a kernel that makes the head's logits; see `schedule.rule`."""
     given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
@@ -120,28 +90,16 @@ def tiles_of(kernel: Kernel, head: Head, rows: int, vectors: int) -> Config:
 
 
 class Operands(NamedTuple):
-    """One kernel call's operands.
-
-    Attributes:
-        product: sizes and tiles.
-        logits: how products become logits.
-        matrices: hidden states, weight, and a low-rank term's.
-        inputs: vectors by name: "bias" and "u" by column, "scale" and "valid" `[1]`.
-    """
+    """One kernel call's operands: matrices, and inputs "bias" and "u" by column, "scale" and "valid" `[1]`."""
 
     product: Product
     logits: LogitSpec
     matrices: tuple[jax.Array, ...]
     inputs: dict[str, Any]
 
-    @property
-    def padded_rows(self) -> int:
-        """Rows of full tiles; vectors by row are padded to them."""
-        return self.product.row_blocks * self.product.config.tile_rows
-
     def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
         """A vector by row, padded."""
-        return pad(x, (self.padded_rows,), value)
+        return pad(x, (self.product.padded_rows,), value)
 
     def run(
         self,
@@ -156,24 +114,14 @@ class Operands(NamedTuple):
 
 
 def operands(head: Head, hidden: jax.Array, config: Config, weighted_mean: bool, width: int | None = None) -> Operands:
-    """Operands for `hidden [N, H]` and the vocabulary.
+    """Operands for `hidden [N, H]` and the vocabulary; a launch works on `width` entries at most.
 
-    Args:
-        head: the head.
-        hidden: `[N, H]`.
-        config: of the kernel.
-        weighted_mean: whether the kernel reads a given u.
-        width: how many entries a launch works on at most; None: all.
+    The kernel reads a given u where it has a `weighted_mean`.
     """
-    spec = head.spec
-    columns, rows = spec.vocab_size, hidden.shape[0]
+    spec, columns, rows = head.spec, head.spec.vocab_size, hidden.shape[0]
     tiled = round_up(columns, config.columns)
-    logits = LogitSpec(
-        columns=columns,
-        ragged=tiled > columns or head.valid_columns is not None,
-        softcap=spec.softcap,
-        uniform_weight=spec.uniform_weight,
-    )
+    ragged = tiled > columns or head.valid_columns is not None
+    logits = LogitSpec(columns, ragged, spec.softcap, spec.uniform_weight)
     if width not in (None, columns):  # a launch's last tile may reach beyond the vocabulary's
         tiled += config.columns
     inputs: dict[str, jax.Array] = {}
@@ -185,7 +133,13 @@ def operands(head: Head, hidden: jax.Array, config: Config, weighted_mean: bool,
         inputs["valid"] = head.valid_columns.astype(jnp.int32).reshape(1)
     if weighted_mean and head.logit_weights is not None:
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (tiled,))
-    weight, blocks = own_weight(head), (config.row_blocks(rows), config.column_blocks(width or columns))
+    weight = apart(head.weight.astype(spec.dtype))
+    blocks = config.row_blocks(rows), config.column_blocks(width or columns)
     product = Product(config, *blocks, spec.hidden_size, right_axis=spec.vocab_axis, rank=spec.rank)
-    matrices = padded(apart(hidden.astype(spec.dtype))), weight, *_term_of(head, hidden, config.depth)
+    matrices: tuple[jax.Array, ...] = padded(apart(hidden.astype(spec.dtype))), weight
+    if head.up is not None:  # a low-rank term's operands, laid out like hidden states and weight, in whole steps
+        low, rank = present(head.with_low(Batch(hidden)).low), round_up(spec.rank, config.depth)
+        up = pad(head.up.astype(spec.dtype), (spec.weight_rows, rank))
+        low = pad(low, (round_up(rows, ROW_MULTIPLE), rank))
+        matrices += apart(low), apart(up if spec.vocab_axis == 0 else up.T)
     return Operands(product, logits, matrices, inputs)

@@ -7,21 +7,35 @@ vocabulary is cut into parts. XLA adds up their partial products in a fixed orde
 kept in float32 in memory. The first block stores its tiles. The copy engine adds the tiles of later blocks in memory,
 which takes neither registers nor waiting. A launch adds to every number once, so results do not vary.
 
+A bfloat16 gradient is summed over blocks in three bytes a number: a float32 number's upper 16 bits are a bfloat16, kept
+where the result will be. The next 8 bits lie in an array of their own, two columns packed into one 16-bit number. A
+block's product is thus added within 2⁻¹⁵ of the sum's magnitude, where a bfloat16 sum would be off by 2⁻⁸. The last
+block rounds the upper bits to nearest, which leaves the result.
+
+    bits(sum) = upper·2¹⁶ + lower·2⁸,    sum ← sum + storedᵀ·rows
+
+The old sum of a tile comes through the ring of operands (`Product.held`).
+
 Rows that do not count cost nothing: a launch reads on the device how many rows count.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, Part, pad, padded
-from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, TALL, WIDE, Config, Product, cost
+from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, padded, round_up
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, COLUMN_STEP, TALL, WIDE, Config, Product, cost
+from pallas_ce.streaming.tiles import Columns, pad
 
 _MOST_PARTS = 8
 
@@ -70,18 +84,10 @@ def for_hidden(
     dtype: Any = jnp.float32,
     splits: bool = True,
 ) -> jax.Array:
-    """`scale∘stored·weight [n, H]` in `dtype`.
+    """`scale∘stored·weight [n, H]` in `dtype`, of `stored [n, V]`; undefined in rows from `valid_rows []` on.
 
-    Args:
-        stored: `[n, V]`.
-        weight: `[V', H]`, or `[H, V']` with `vocab_axis` 1.
-        vocab_axis: of the weight.
-        valid_rows: `[]` int32: rows of the result from there on are undefined; None: none.
-        existing: `[]` int32: where `stored` is 0 from there on, the weight counts as 0 whatever it is; None: V, and the
-            weight has no other entries in reach of a step, or finite ones.
-        scale: `[n]`; None: 1.
-        dtype: of the result.
-        splits: whether there is memory for partial products, in float32.
+    The weight counts as 0 from its entry `existing []` on, whatever it is; `stored` is 0 there. None: it has no such
+    entries in reach of a step, or finite ones. `splits` tells whether there is memory for partial products.
     """
     rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
     product, matrices = _hidden_product(stored, weight, vocab_axis)
@@ -90,8 +96,7 @@ def for_hidden(
     shape = count, matrices[0].shape[0], hidden_size
     outputs = {"product": jax.ShapeDtypeStruct(shape, dtype if count == 1 else jnp.float32)}
     numbers = {"valid_rows": valid_rows, "finite_length": existing}
-    by_row = None if scale is None else pad(scale, (product.row_blocks * product.config.tile_rows,))
-    inputs = {"row_scale": by_row}
+    inputs = {"row_scale": None if scale is None else pad(scale, (product.padded_rows,))}
     found = launch.run("pallas_ce_for_hidden", product, matrices, ProductEpilogue(), inputs, outputs, numbers)
     return found["product"].sum(axis=0, dtype=jnp.float32)[:rows].astype(dtype)
 
@@ -101,8 +106,7 @@ def add_for_hidden(
     weight: jax.Array,
     vocab_axis: int,
     total: jax.Array,
-    *,
-    part: Part,
+    part: Columns | None = None,
     to_row: jax.Array | None = None,
     valid_rows: jax.Array | None = None,
     existing: jax.Array | None = None,
@@ -112,12 +116,13 @@ def add_for_hidden(
     N is a multiple of 8, and `stored` holds the columns of `part` only; `existing` counts from the vocabulary's first.
     """
     product, matrices = _hidden_product(stored, weight, vocab_axis)
-    if existing is not None and part.first is not None:
-        existing = existing - part.first
-    numbers = {"valid_length": part.valid, "first_length": part.first, "valid_rows": valid_rows, "to_row": to_row}
-    numbers["finite_length"] = existing
-    epilogue, outputs = ProductEpilogue(adds=True), {"product": total}
-    return launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, outputs, numbers)["product"]
+    numbers = {} if part is None else {"valid_length": part.count, "first_length": part.start}
+    if part is not None and existing is not None:
+        existing = existing - part.start
+    numbers |= {"valid_rows": valid_rows, "to_row": to_row, "finite_length": existing}
+    epilogue = ProductEpilogue(adds=True)
+    found = launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, {"product": total}, numbers)
+    return found["product"]
 
 
 def _hidden_product(stored: jax.Array, weight: jax.Array, vocab_axis: int) -> tuple[Product, tuple[jax.Array, ...]]:
@@ -136,38 +141,30 @@ def for_weight(
     replaced: jax.Array | bool = True,
     valid_rows: jax.Array | None = None,
     multiplier: jax.Array | None = None,
-    part: Part | None = None,
+    part: Columns | None = None,
     starts: int = 0,
 ) -> jax.Array:
-    """`into`, of the weight's shape, replaced by `multiplier·storedᵀ·rows` or with this product added.
+    """`into`, of the weight's shape, replaced by `multiplier·storedᵀ·rows [n, H]` or, in float32, added to.
 
-    Args:
-        stored: `[n, V]`, or the columns of `part` only.
-        rows: `[n, H]`.
-        vocab_axis: of the weight.
-        into: an array, float32 where something is added.
-        replaced: whether the product replaces old values; a Python bool, or `[]` if known at run time only.
-        valid_rows: `[]` int32: rows from there on are left out; None: none.
-        multiplier: `[]` float32; None: 1.
-        part: the vocabulary entries; None: all.
-        starts: `part.first` is a multiple of its greatest common divisor with a row's length.
+    `stored [n, c]` has the columns of `part`; rows from `valid_rows []` on are left out. `replaced`, a Python bool or
+    `[]`, tells whether the product replaces old values. `part.start` is a multiple of the greatest common divisor of
+    `starts` and a row's length.
     """
     config = weight_config(stored.shape[1], rows.shape[1], vocab_axis)
     product, matrices = weight_product(stored, rows, vocab_axis, config)
-    numbers: dict[str, Any] = {"valid_length": valid_rows}
-    limit = stored.shape[1] if part is None or part.valid is None else part.valid
+    limit = stored.shape[1] if part is None or part.count is None else part.count
     if valid_rows is not None and replaced is not True:  # nothing is added where no row is valid
         limit = jnp.where(replaced | (valid_rows > 0), limit, 0)
-    if isinstance(limit, jax.Array):
-        numbers["valid_rows" if vocab_axis == 0 else "valid_columns"] = limit
-    if part is not None:
-        numbers["to_row" if vocab_axis == 0 else "to_column"] = part.first
-    if not isinstance(replaced, bool):
-        numbers["first"] = replaced
-    inputs = {"multiplier": as_input(multiplier)}
+    numbers = {
+        "valid_length": valid_rows,
+        ("valid_rows", "valid_columns")[vocab_axis]: limit if isinstance(limit, jax.Array) else None,
+        ("to_row", "to_column")[vocab_axis]: None if part is None else part.start,
+        "first": None if isinstance(replaced, bool) else replaced,
+    }
+    inputs = {"multiplier": None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)}
     epilogue = ProductEpilogue(starts if vocab_axis else 0, adds=replaced is not True)
-    outputs = {"product": into}
-    return launch.run("pallas_ce_for_weight", product, matrices, epilogue, inputs, outputs, numbers)["product"]
+    found = launch.run("pallas_ce_for_weight", product, matrices, epilogue, inputs, {"product": into}, numbers)
+    return found["product"]
 
 
 def weight_product(
@@ -180,21 +177,12 @@ def weight_product(
     return Product(config, *blocks, stored.shape[0], left_axis=1, right_axis=1), (left, right)
 
 
-def as_input(multiplier: jax.Array | None) -> jax.Array | None:
-    """A factor `[]` as an epilogue reads it."""
-    return None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)
-
-
 @dataclasses.dataclass(frozen=True)
 class ProductEpilogue(Epilogue):
     """Stores a tile of the product, or adds it to the old values.
 
-    The output is `[rows, columns]` or `[parts, rows, columns]`. The number "first" marks the first launch, whose tiles
-    are stored. The product begins at row "to_row" and column "to_column" of the output.
-
-    Attributes:
-        starts: see `Epilogue`.
-        adds: whether tiles are added, except in the first launch.
+    The output is `[rows, columns]` or `[parts, rows, columns]`. The product begins at its row "to_row" and column
+    "to_column". Tiles are added where `adds`, except in the launch that the number "first" marks.
     """
 
     starts: int = 0
@@ -210,12 +198,103 @@ class ProductEpilogue(Epilogue):
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
         if "row_scale" in refs:
-            values *= layouts.along_columns(
-                layouts.rows_of(refs["row_scale"], place.row, place.config.rows), values.shape
-            )
+            by_row = layouts.rows_of(refs["row_scale"], place.row, place.config.rows)
+            values *= layouts.along_columns(by_row, values.shape)
         target = refs["product"]
         row = place.row + loop.number(refs, "to_row", ROW_MULTIPLE)
         column = place.column + loop.number(refs, "to_column", math.gcd(loop.STEP, target.shape[-1], self.starts))
         target = target.at[place.part] if len(target.shape) == 3 else target
         add = self.adds if carry is None else carry
         layouts.store_piece(refs["blocks"], place.warpgroup, target, row, column, 0, values, add=add)
+
+
+# A warpgroup's part of a tile must have as many rows as a step has numbers of each row.
+NARROW_CONFIG = WIDE
+
+
+def lower_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the lower bits of a sum `[rows, columns]`."""
+    return rows, NARROW_CONFIG.column_blocks(columns) * NARROW_CONFIG.columns // 2
+
+
+def add_narrow_for_weight(
+    stored: jax.Array,
+    rows: jax.Array,
+    vocab_axis: int,
+    total: tuple[jax.Array, jax.Array],
+    *,
+    first: jax.Array,
+    last: jax.Array,
+    valid_rows: jax.Array | None = None,
+    multiplier: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`total`, upper bits in the weight's shape and lower ones, with `multiplier·storedᵀ·rows` added in place.
+
+    Rows from `valid_rows []` on are left out. Where `first []` is true the total is undefined and counts as 0; where
+    `last []` is, the upper bits are rounded to nearest, and the lower ones left undefined.
+    """
+    product, matrices = weight_product(stored, rows, vocab_axis, NARROW_CONFIG)
+    numbers = {"first": first, "last": last}
+    if valid_rows is not None:
+        needed = first | last | (valid_rows > 0)
+        numbers |= {"valid_length": valid_rows, "valid_rows": jnp.where(needed, matrices[0].shape[1], 0)}
+    product, epilogue = dataclasses.replace(product, held=True), NarrowSumEpilogue(total[0].shape[1])
+    outputs = {"upper": total[0], "lower": total[1]}
+    inputs = {"multiplier": None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)}
+    found = launch.run("pallas_ce_add_for_weight", product, matrices, epilogue, inputs, outputs, numbers)
+    return found["upper"], found["lower"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowSumEpilogue(Epilogue):
+    """Adds a tile to its part of the sum in the ring; `columns` is the length of the sum's rows."""
+
+    columns: int
+
+    def scratch(self, config: Config) -> dict[str, Any]:
+        """Staging for the stores."""
+        return {"sum_smem": layouts.tile_staging(config, self.columns, jnp.bfloat16)}
+
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
+        """Reads whether the sum begins and ends."""
+        return refs["first"][0] != 0, refs["last"][0] != 0
+
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+        """Adds piece by piece; two pieces share one piece of lower bits."""
+        (first, last), thread, staging = carry, refs["thread"], refs["sum_smem"].at[place.warpgroup]
+        if "multiplier" in refs:
+            values = values * refs["multiplier"][0]
+        wide, half = staging.shape[-1], values.shape[1] // 2
+        # The last block's lower bits go beyond the end of the array, where the copy engine drops them.
+        beyond = round_up(refs["lower"].shape[0], NARROW_CONFIG.tile_rows)
+        lower_row = pl.multiple_of(place.row + jnp.where(last, beyond, 0), loop.STEP)
+
+        def old(name: str, column: int) -> jax.Array:
+            def zeros() -> jax.Array:
+                return plgpu.layout_cast(jnp.zeros((values.shape[0], wide), jnp.bfloat16), plgpu.Layout.WGMMA)
+
+            return lax.bitcast_convert_type(
+                lax.cond(first, zeros, lambda: thread.read_held(name, column, wide)), jnp.uint16
+            )
+
+        pl.when(jnp.logical_not(first))(thread.wait_held)
+        count = itertools.count()
+        for piece in range(0, half, wide):
+            before, after = old("lower", piece), []
+            for column, lower in ((piece, before & 0xFF), (piece + half, before >> 8)):
+                new = values[:, column : column + wide]
+                bits = (old("upper", column).astype(jnp.uint32) << 16) | (lower.astype(jnp.uint32) << 8)
+                new += lax.bitcast_convert_type(bits, jnp.float32)
+                bits = lax.bitcast_convert_type(new, jnp.uint32)
+                upper = lax.cond(last, lambda x, bits: x.astype(jnp.bfloat16), lambda x, bits: _narrow(bits), new, bits)
+                target = refs["upper"].at[pl.ds(place.row, BLOCK), pl.ds(place.column + column, wide)]
+                layouts.store_block(staging, next(count), target, upper)
+                after.append((bits >> 8) & 0xFF)
+            target = refs["lower"].at[pl.ds(lower_row, BLOCK), pl.ds(place.block * half + piece, wide)]
+            layouts.store_block(staging, next(count), target, _narrow((after[0] | (after[1] << 8)) << 16))
+        pl.when(jnp.logical_not(first))(thread.release_held)
+
+
+def _narrow(bits: jax.Array) -> jax.Array:
+    """The upper half of 32 bits."""
+    return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
