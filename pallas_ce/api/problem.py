@@ -165,10 +165,10 @@ class Problem:
             padded_share: see `decide`.
         """
         shards = None
-        if task == "head" and (doubt := self._check_split()):
-            warn_once(doubt)
         if task in ("head", "pair"):
-            shards = shards_of(MeshAxes() if task == "pair" else self.mesh_axes, self, others)
+            if doubt := self._check_split():
+                warn_once(doubt)
+            shards = shards_of(self.mesh_axes, self, others)
         how = decide(
             self.spec,
             self.tokens,

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.head import Batch, Head
@@ -42,6 +43,29 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
     z = np.asarray(z, np.float64)
     shifted = z - z.max(1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+def stored_divergence(arrays: dict[str, Any], divergence: str, beta: float, temperature: Any, o: dict[str, Any]) -> Any:
+    """Each row's divergence, from stored logits; in float64, for JAX to differentiate."""
+
+    def log_softmax(side: str) -> Any:
+        z = arrays[side + "hidden"] @ arrays[side + "weight"][: o.get("vocab_size")].T
+        if side + "bias" in arrays:
+            z = z + arrays[side + "bias"][: o.get("vocab_size")]
+        z = z * arrays.get(side + "logit_scale", 1.0)
+        cap = o.get(side + "logit_softcap")
+        z = z if cap is None else cap * jnp.tanh(z / cap)
+        return jax.nn.log_softmax(z / jnp.reshape(jnp.asarray(temperature, z.dtype), (-1, 1)))
+
+    log_p, log_q = log_softmax(""), log_softmax("teacher_")
+
+    def kl(x: Any, y: Any) -> Any:
+        return (jnp.exp(x) * (x - y)).sum(1)
+
+    if divergence == "jsd":
+        log_m = jnp.log(beta * jnp.exp(log_q) + (1 - beta) * jnp.exp(log_p))
+        return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+    return kl(log_q, log_p) if divergence == "forward_kl" else kl(log_p, log_q)
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""`linear_distillation` of a vocabulary whose parts several processes hold, in steps for wrappers that exchange arrays.
+
+Each process calls `compute` of its own columns of both heads. Of what all have found before it makes the next:
+
+    nothing            `[N, 4]`, "jsd", or `[N, 5]`: the statistics of its columns
+    parts              "jsd" only, `[N, 2]`: its columns' sums of the mixture, which are to be added up
+    parts and sums     the loss of the whole vocabulary, the same in each process; so for the others from `parts` alone
+
+The loss has the derivatives in the student's own columns, and a share of the hidden states' gradient.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.api import distillation
+from pallas_ce.modes import two_heads
+from pallas_ce.modes.call import Known
+from pallas_ce.statistics import divergences
+
+# What `compute` takes: the arguments of `linear_distillation`, `[N, processes, 4 or 5]` and `[N, 2]`.
+Checked = tuple[*distillation.Checked, jax.Array | None, jax.Array | None]
+
+
+def read(*, parts: Any = None, sums: Any = None, **arguments: Any) -> Checked:
+    """Checks the arguments of `linear_distillation`, where V is the part's."""
+    pair, student, teacher = distillation.read(**arguments)
+    if pair.how.mode is None:
+        raise ValueError(
+            f"implementation={student.implementation!r} does not know parts of a vocabulary; choose 'xla' or None"
+        )
+    return pair, student, teacher, parts, sums
+
+
+def keep(*_: Any) -> None:
+    """Nothing: what a backward needs are `parts` and `sums`."""
+
+
+def compute(pair: Any, student: Any, teacher: Any, parts: Any, sums: Any, known: None = None) -> jax.Array:
+    """What can be made next."""
+    del known
+    operands = distillation.operands(student, teacher)
+    if parts is None:
+        return jnp.stack(jax.tree.leaves(two_heads.partials(pair, operands)), axis=1)
+    each = (divergences.from_numbers(*part.T) for part in jnp.unstack(parts, axis=1))
+    found = divergences.whole(pair.divergence, each)
+    if pair.divergence.passes > 1:
+        if sums is None:
+            return jnp.stack(two_heads.mixture_sums(pair, operands, found), axis=1)
+        found = found.with_mixture(*sums.T)
+    values = two_heads.row_divergences(pair, operands._replace(known=Known(jax.lax.stop_gradient(found))))
+    return student.options.reduced(values, operands.mask, student.leading)
