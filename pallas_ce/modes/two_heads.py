@@ -201,7 +201,7 @@ def partials(pair: Pair, operands: Operands) -> PairPartial:
     """The rows' statistics, where the heads have a part of the vocabulary."""
 
     def filled(zeros: jax.Array) -> PairPartial:
-        return pairs.from_numbers(*[zeros] * 4, None if pair.divergence.passes > 1 else zeros)
+        return pairs.from_numbers(zeros, zeros, zeros, zeros, None if pair.divergence.passes > 1 else zeros)
 
     return _by_row(pair, operands, lambda _, block, __: block.partial(), filled)
 

@@ -1,6 +1,7 @@
 """`linear_distillation` on tensors: values and gradients beside the library's own."""
 
 import functools
+import itertools
 from typing import Any
 
 import hypothesis
@@ -14,7 +15,8 @@ from torch import Tensor
 
 import pallas_ce
 from pallas_ce import LowRank
-from torch_bridge import linear_distillation
+from tests.torch_bridge import processes
+from torch_bridge import linear_distillation, vocab_parallel_distillation
 from torch_bridge.autograd.operator import LINEAR_DISTILLATION
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -36,6 +38,7 @@ def tensors(seed: int, *names: str) -> dict[str, Tensor]:
     return {name: made[name] for name in ("input", "linear_weight", "teacher_input", "teacher_weight", *names)}
 
 
+NAMED = ("input", "weight", "bias")
 NAMES = {"input": "hidden", "linear_weight": "weight", "linear_bias": "bias", "teacher_input": "teacher_hidden"}
 
 
@@ -140,6 +143,94 @@ def test_it_compiles_into_one_graph() -> None:
     found = torch.compile(loss, fullgraph=True, backend="aot_eager")(**given)
     (got,) = torch.autograd.grad(found, given["input"])
     torch.testing.assert_close((found, got), (want, needed))
+
+
+CUTS = (0, 7, V)
+# Names of further tensors, and options; with each divergence in turn.
+PARTS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    ((), {}),
+    (("linear_bias", "teacher_bias", "token_weights"), {"reduction": "sum", "logit_softcap": 3.0}),
+    (("logit_scale", "teacher_logit_scale", "temperature"), {"reduction": "none", "teacher_logit_softcap": 4.0}),
+    (("linear_bias", "up", "down"), {"temperature": 1.7, "beta": 0.1}),
+    (("token_weights",), {"normalizer": 3.0, "target": torch.tensor([0, 30, -100, 8, 31, 7, 6])}),
+    ((), {"row_mask": torch.arange(N) != 4, "target": torch.tensor([0, 30, -100, 8, 31, 7, 6])}),
+    ((), {"row_mask": torch.zeros(N, dtype=torch.bool)}),
+)
+
+
+def in_float64(given: dict[str, Tensor], divergence: str, options: dict[str, Any]) -> Tensor:
+    """The divergence of stored logits."""
+
+    def log_softmax(side: str) -> Tensor:
+        names = {"": ("input", "linear_weight", "linear_bias"), "teacher_": [f"teacher_{x}" for x in NAMED]}[side]
+        hidden, weight = (given[name] for name in names[:2])
+        if not side and "up" in given:
+            weight = weight + 1.5 * given["up"] @ given["down"]
+        z = (hidden @ weight.T + given.get(names[2], 0.0)) * given.get(side + "logit_scale", 1.0)
+        cap = options.get(side + "logit_softcap")
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        temperature = given.get("temperature", options.get("temperature", 1.0))
+        return (z / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)).log_softmax(-1)
+
+    p, q, beta = log_softmax(""), log_softmax("teacher_"), options.get("beta", 0.5)
+    m = torch.logaddexp(np.log(beta) + q, np.log(1 - beta) + p)
+    terms = {
+        "forward_kl": q.exp() * (q - p),
+        "reverse_kl": p.exp() * (p - q),
+        "jsd": beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m),
+    }
+    target, counts = options.get("target"), options.get("row_mask", torch.ones(N, dtype=torch.bool))
+    counts = counts if target is None else counts & (target >= 0) & (target < V)
+    weights = torch.where(counts, given.get("token_weights", torch.ones(N).double()), 0)
+    each = weights * terms[divergence].sum(-1)
+    if options.get("reduction") == "none":
+        return each
+    over = 1.0 if options.get("reduction") == "sum" else options.get("normalizer", weights.sum().clamp(min=1e-30))
+    return each.sum() / over
+
+
+def compare_parts_with_float64(rank: int, _: str) -> None:
+    mine, of_columns = slice(*CUTS[rank : rank + 2]), ("linear_weight", "linear_bias", "up")
+    place = {"vocab_start": CUTS[rank], "vocab_size": V}
+    for seed, (divergence, (names, options)) in enumerate(zip(itertools.cycle(DIVERGENCES), PARTS, strict=False)):
+        whole = tensors(seed, *names)
+        constants = {"temperature", *(name for name in whole if name.startswith("teacher"))}
+        exact = {name: x.double().requires_grad_(name not in constants) for name, x in whole.items()}
+        parts = (*of_columns, "teacher_weight", "teacher_bias")
+        given = {name: (x[mine] if name in parts else x).clone() for name, x in whole.items()}
+        leaves = [x.requires_grad_() for name, x in given.items() if name not in constants]
+        asked: dict[str, Any] = dict(given)
+        if "up" in asked:
+            asked["linear_weight"] = LowRank(asked["linear_weight"], asked.pop("up"), asked.pop("down"), 1.5)
+        found = vocab_parallel_distillation(
+            **asked, **options, divergence=divergence, validate_parts=seed == 0, **place
+        )
+        want = in_float64(exact, divergence, options)
+        upstream = torch.linspace(-1, 1.5, N) if found.ndim else torch.tensor(-0.7)
+        got = torch.autograd.grad(found, leaves, upstream)
+        needed = torch.autograd.grad(want, [x for x in exact.values() if x.requires_grad], upstream.double())
+        torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=2e-6)
+        named = [name for name in given if name not in constants]
+        for name, x, y in zip(named, got, needed, strict=True):
+            y = y[mine] if name in of_columns else y
+            torch.testing.assert_close(x.double(), y, rtol=2e-4, atol=2e-5, msg=f"{divergence} {options} {name}")
+    given = tensors(0)
+    short = given | {name: given[name][mine] for name in ("linear_weight", "teacher_weight")}
+    for wrong, message in (
+        (
+            short | place | {"teacher_weight": given["teacher_weight"]},
+            r"teacher_weight has shape \(31, 9\) and linear_we",
+        ),
+        (short | place | {"implementation": "reference"}, "'reference' does not know parts of a vocabulary"),
+        (short | place | {"divergence": "kl"}, "divergence='kl' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vocab_parallel_distillation(**wrong)
+
+
+@pytest.mark.slow
+def test_two_parts_have_the_divergence_and_gradients_of_the_whole() -> None:
+    processes.run(compare_parts_with_float64)
 
 
 @pytest.mark.parametrize(
