@@ -162,6 +162,15 @@ def test_a_mixture_of_almost_equal_heads_is_never_negative(implementation: Any) 
     assert np.any(np.asarray(found) > 0)
 
 
+def test_a_teacher_of_another_number_of_entries_is_cut_where_it_is_named() -> None:
+    p = two_heads(0, 9, 6, 40)
+    cut = {**p, "teacher_weight": p["teacher_weight"][:33]}
+    with pytest.raises(ValueError, match="weight has 40 vocabulary entries and teacher_weight 33; pass vocab_size"):
+        linear_distillation(**cut)
+    both = {**cut, "weight": p["weight"][:33]}
+    np.testing.assert_array_equal(linear_distillation(**cut, vocab_size=33), linear_distillation(**both))
+
+
 @every_divergence
 def test_a_head_against_itself_is_zero_with_zero_gradient(divergence: Any) -> None:
     p = two_heads(0, 9, 6, 40)

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -16,7 +18,7 @@ from torch import Tensor
 import pallas_ce
 from pallas_ce import LowRank
 from tests.torch_bridge import processes
-from torch_bridge import linear_distillation, vocab_parallel_distillation
+from torch_bridge import linear_distillation, linear_log_probs, vocab_parallel_distillation
 from torch_bridge.autograd.operator import LINEAR_DISTILLATION
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -109,6 +111,34 @@ def test_it_is_the_librarys_divergence_of_stored_logits(
     np.testing.assert_allclose(found.detach(), want, rtol=2e-5, atol=2e-6)
     for x, y in zip(got, (needed[name] for name in given if name not in constants), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+def test_a_teacher_of_more_entries_is_cut_where_it_is_named() -> None:
+    given = tensors(0)
+    longer = given | {"teacher_weight": torch.cat([given["teacher_weight"], torch.ones(9, TEACHERS)])}
+    assert linear_distillation(**longer, vocab_size=V).equal(linear_distillation(**given))
+
+
+def test_the_losses_of_other_frameworks_by_the_teachers_ids() -> None:
+    """The lines of docs/post_training.md, beside the same of stored logits, whose gradients are the same too."""
+    page = (Path(__file__).parents[2] / "docs" / "post_training.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(teacher_logits, .*?)```", page, re.DOTALL)
+    torch.manual_seed(0)
+    states, of_teacher = torch.randn(2, 8, 32, requires_grad=True), torch.randn(2, 8, 48)
+    head, teacher = torch.nn.Linear(32, 500, bias=False), torch.nn.Linear(48, 500)
+    made: dict[str, Any] = {"states": states, "of_teacher": of_teacher, "head": head, "teacher": teacher}
+    exec(lines, made | {"torch_log_probs": linear_log_probs}, made)
+    log_q = teacher(of_teacher).detach().log_softmax(-1)
+    top, ids = log_q.topk(16)
+    z = head(states)
+    log_p = z.log_softmax(-1).gather(-1, ids)
+    want = [(top.exp() * (top - log_p)).sum(-1)]
+    log_p, top = z.gather(-1, ids).log_softmax(-1), top.log_softmax(-1)
+    want.append(0.5 * (top.exp() * (top - log_p) + log_p.exp() * (log_p - top)).sum(-1))
+    for x, y in zip((made["verl_losses"], made["nemo_rl_losses"]), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        pair = [torch.autograd.grad(each.sum(), states, retain_graph=True)[0] for each in (x, y)]
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
 
 
 def test_leading_axes_and_low_precision() -> None:

@@ -3,7 +3,7 @@
 A trainer of TRL replaces the forward of its models and reference models by a head of its own (`add_fused_lm_head`). One
 function makes all that the head reads of the logits, `trl.trainer.utils._ChunkedLogProbFunction`. Only that function is
 replaced here: adapters, FSDP2, context parallelism and losses of routers stay TRL's. Its trainers refuse an adapter of
-the head, since that function is given the weight alone.
+the head, since that function is given the weight alone. `DistillationTrainer` has another function, of two heads.
 """
 
 import functools
@@ -15,8 +15,10 @@ import warnings
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torch_bridge.api.distillation import linear_distillation
 from torch_bridge.api.linear import linear_row_statistics
 
 # The versions whose trainers the tests have run.
@@ -37,7 +39,7 @@ class FusedHead:
 
     Attributes:
         original: TRL's own.
-        options: of `linear_row_statistics`.
+        options: of the bridge's functions of a head.
         models: those for which it was put there.
     """
 
@@ -81,21 +83,67 @@ class FusedHead:
             None if row.argmax is None else row.argmax == targets,
         )
 
+    def divergence(
+        self,
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The divergence from a teacher and the student's entropy, without gradient, `[N]` each.
+
+        Takes the place of `apply` of TRL's function of two heads: β is 0 for the forward divergence, 1 for the reverse.
+        """
+        student: dict[str, Any] = {
+            "linear_bias": student_bias,
+            "logit_scale": student_logit_scale,
+            "logit_softcap": student_final_logit_softcapping,
+            "temperature": temperature,
+            **self.options,
+        }
+        within = 0 < beta < 1
+        each = linear_distillation(
+            student_hidden,
+            student_weight,
+            teacher_hidden,
+            teacher_weight,
+            divergence="jsd" if within else "reverse_kl" if beta else "forward_kl",
+            beta=beta if within else 0.5,
+            reduction="none",
+            teacher_bias=teacher_bias,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_logit_softcap=teacher_final_logit_softcapping,
+            **student | {"implementation": None},
+        )
+        with torch.no_grad():
+            row: Any = linear_row_statistics(student_hidden, student_weight, statistics=("entropy",), **student)
+        return each, row.entropy
+
 
 def serve(model: Any, options: dict[str, Any]) -> None:
-    """Has TRL, where it is installed, compute by `linear_row_statistics`: in all models of the process, as of now.
+    """Has TRL, where it is installed, compute by this library: in all models of the process, as of now.
 
     Warns, once, where a version of TRL was not tested or has no such head.
 
     Args:
         model: the patched one.
-        options: of `linear_row_statistics`.
+        options: of the bridge's functions of a head.
     """
     if (utils := _utils()) is None:
         return
     head = utils._ChunkedLogProbFunction
     if not isinstance(head, FusedHead):
         head = utils._ChunkedLogProbFunction = FusedHead(head)
+        if (of_two := _of_two_heads()) is not None:
+            of_two.apply = head.divergence  # where the trainer's module looks, whenever it was imported
     head.options = options
     head.models.add(model)
 
@@ -106,6 +154,8 @@ def release(model: Any) -> None:
         head.models.discard(model)
         if not head.models:
             utils._ChunkedLogProbFunction = head.original
+            if (of_two := _of_two_heads()) is not None and "apply" in vars(of_two):
+                del of_two.apply  # its own is inherited
 
 
 def check_options(model: Any, forward: Any, of_a_loss: list[str]) -> None:
@@ -123,6 +173,17 @@ def check_options(model: Any, forward: Any, of_a_loss: list[str]) -> None:
             f"this {type(model).__name__} was patched with {of_a_loss}, but TRL's trainers compute their losses "
             "themselves, from log-probabilities: patch it without"
         )
+
+
+@functools.cache
+def _of_two_heads() -> Any:
+    """The class of TRL's function of two heads, or None where there is none with these arguments."""
+    try:
+        found = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    except (ImportError, AttributeError):
+        return None
+    theirs, ours = (list(inspect.signature(x).parameters)[1:] for x in (found.forward, FusedHead.divergence))
+    return found if theirs == ours else None
 
 
 @functools.cache
