@@ -9,6 +9,7 @@ Each process calls `compute` of its own columns of both heads. Of what all have 
 The loss has the derivatives in the student's own columns, and a share of the hidden states' gradient.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 from pallas_ce.api import distillation
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known
-from pallas_ce.statistics import divergences
+from pallas_ce.statistics.divergences import PairPartial, whole
+from pallas_ce.statistics.row import Partial
 
 # What `compute` takes: the arguments of `linear_distillation`, `[N, processes, 4 or 5]` and `[N, 2]`.
 Checked = tuple[*distillation.Checked, jax.Array | None, jax.Array | None]
@@ -41,13 +43,17 @@ def compute(pair: Any, student: Any, teacher: Any, parts: Any, sums: Any, known:
     """What can be made next."""
     del known
     operands = distillation.operands(student, teacher)
+    by_row: Any = functools.partial(two_heads.by_row, pair, operands)
     if parts is None:
-        return jnp.stack(jax.tree.leaves(two_heads.partials(pair, operands)), axis=1)
-    each = (divergences.from_numbers(*part.T) for part in jnp.unstack(parts, axis=1))
-    found = divergences.whole(pair.divergence, each)
+        numbers = 6 - pair.divergence.passes
+        own = by_row(lambda _, block, __: jax.tree.leaves(block.partial()), lambda zeros: [zeros] * numbers)
+        return jnp.stack(own, axis=1)
+    each = (part.T for part in jnp.unstack(parts, axis=1))
+    found = whole(pair.divergence, (PairPartial(Partial(*x[:2]), Partial(*x[2:4]), *x[4:]) for x in each))
     if pair.divergence.passes > 1:
         if sums is None:
-            return jnp.stack(two_heads.mixture_sums(pair, operands, found), axis=1)
+            own = by_row(lambda _, block, found: block.mixture_sums(found), lambda zeros: (zeros, zeros), found)
+            return jnp.stack(own, axis=1)
         found = found.with_mixture(*sums.T)
     values = two_heads.row_divergences(pair, operands._replace(known=Known(jax.lax.stop_gradient(found))))
     return student.options.reduced(values, operands.mask, student.leading)

@@ -110,10 +110,10 @@ def over_rows_that_count[Out](
     """
 
     def operation(how: How, local: Local) -> tuple[Out, Arrays]:
-        def visit_block(plan: Plan, rows: RowArrays) -> Out:
+        def of_block(plan: Plan, rows: RowArrays) -> Out:
             return visit(how, plan, rows, local.head)
 
-        return by_block(local.rows, functools.partial(block_sizes, how), visit_block, empty), NO_ARRAYS
+        return by_block(local.rows, functools.partial(block_sizes, how), of_block, empty), NO_ARRAYS
 
     return streamed(how, operation, whole_head=True)(rows, head, NO_ARRAYS)[0]
 

@@ -7,7 +7,7 @@ backward takes one more, beside the student's two products. The teacher is a con
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -99,45 +99,43 @@ def _of_both(pair: Pair, operation: Callable[..., Any], operands: Operands) -> O
 # What "jsd" adds up over the columns, see `divergences.mixture_sums`.
 Sums = tuple[jax.Array, jax.Array]
 
-# One block's rows of both heads, without temperatures, and the heads.
-Both = tuple[Batch, Batch, Head, Head]
 
-
-def _both(batch: Batch, teacher_hidden: jax.Array, head: Head, teacher: Head) -> Both:
-    return batch._replace(inverse_temperature=None), teacher.with_low(Batch(teacher_hidden)), head, teacher
-
-
-def _tile_logits(both: Both, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """Both heads' capped logits `[n, c]` in the student's accumulator dtype."""
-    batch, teacher_batch, head, teacher = both
-    logits = head.tile_logits(batch, tile)
-    of_teacher = teacher.tile_logits(teacher_batch, tile).astype(logits.dtype)
-    if head.valid_columns is None or tile.valid is None:
-        return logits, of_teacher
-    return jnp.where(tile.valid, logits, 0.0), jnp.where(tile.valid, of_teacher, 0.0)  # padding may hold NaN
-
-
-def _log_probs(
-    logits: tuple[jax.Array, jax.Array], inverse: jax.Array | None, found: PairStatistics, valid: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """`(log p, log q) [n, c]`, -inf in columns that are not valid."""
-    student, teacher = (tempered(z, inverse) for z in logits)
-    return found.student.log_probs(student, valid), found.teacher.log_probs(teacher, valid)
-
-
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A block's rows of both heads, and the columns that the device has of them."""
 
     divergence: Divergence
-    both: Both
-    inverse: jax.Array | None
+    batch: Batch
+    teacher_batch: Batch
+    head: Head
+    teacher: Head
     tiles: Tiles
+
+    @classmethod
+    def of(cls, divergence: Divergence, batch: Batch, hidden: jax.Array, head: Head, teacher: Head, plan: Plan) -> Self:
+        """From the rows, the teacher's `hidden` states, and the device's columns of both heads."""
+        tiles = Tiles(head.spec.vocab_size, plan.columns, head.valid_columns)
+        return cls(divergence, batch, teacher.with_low(Batch(hidden)), head, teacher, tiles)
+
+    def logits(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
+        """Both heads' capped logits `[n, c]` in the student's accumulator dtype, without temperature."""
+        student = self.head.tile_logits(self.batch._replace(inverse_temperature=None), tile)
+        teacher = self.teacher.tile_logits(self.teacher_batch, tile).astype(student.dtype)
+        if self.head.valid_columns is None or tile.valid is None:
+            return student, teacher
+        return jnp.where(tile.valid, student, 0.0), jnp.where(tile.valid, teacher, 0.0)  # padding may hold NaN
+
+    def log_probs(
+        self, logits: tuple[jax.Array, jax.Array], found: PairStatistics, tile: Tile
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(log p, log q) [n, c]`, -inf in columns that are not valid."""
+        student, teacher = (tempered(z, self.batch.inverse_temperature) for z in logits)
+        return found.student.log_probs(student, tile.valid), found.teacher.log_probs(teacher, tile.valid)
 
     def partial(self) -> PairPartial:
         """The statistics of these columns."""
 
         def part(tile: Tile) -> PairPartial:
-            student, teacher = (tempered(z, self.inverse) for z in _tile_logits(self.both, tile))
+            student, teacher = (tempered(z, self.batch.inverse_temperature) for z in self.logits(tile))
             return pairs.partial_of_tiles(self.divergence, student, teacher, tile.columns, tile.valid)
 
         return self.tiles.fold(part, functools.partial(pairs.merge_pairs, self.divergence))
@@ -146,16 +144,15 @@ class _Block(NamedTuple):
         """The sums of "jsd" over these columns; `found` has the whole rows' normalisers."""
 
         def part(tile: Tile) -> Sums:
-            log_probs = _log_probs(_tile_logits(self.both, tile), self.inverse, found, tile.valid)
-            return pairs.mixture_sums(self.divergence, *log_probs)
+            return pairs.mixture_sums(self.divergence, *self.log_probs(self.logits(tile), found, tile))
 
         return self.tiles.fold(part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
 
 
-def _by_row[Out](
+def by_row[Out](
     pair: Pair,
     operands: Operands,
-    make: Callable[[Shards, _Block, Any], Out],
+    make: Callable[[Shards, Block, Any], Out],
     filled: Callable[[jax.Array], Out],
     known: Any = None,
 ) -> Out:
@@ -166,9 +163,8 @@ def _by_row[Out](
         shards, rows, head, _ = local
 
         def visit(plan: Plan, rows: RowArrays) -> Out:
-            teacher_hidden, known = rows.more
-            both = _both(rows.batch, teacher_hidden, head, teacher)
-            return make(shards, _Block(divergence, both, rows.batch.inverse_temperature, _tiles(head, plan)), known)
+            hidden, known = rows.more
+            return make(shards, Block.of(divergence, rows.batch, hidden, head, teacher, plan), known)
 
         def empty(rows: int) -> Out:
             return filled(jnp.zeros(rows, head.spec.accumulator))
@@ -183,38 +179,16 @@ def _by_row[Out](
 
 
 def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
-    def make(shards: Shards, block: _Block, _: None) -> PairStatistics:
+    def make(shards: Shards, block: Block, _: None) -> PairStatistics:
         found = pairs.whole(pair.divergence, shards.of_each(block.partial(), None)[0])
         if pair.divergence.passes == 1:
             return found
         return found.with_mixture(*shards.of_each((), block.mixture_sums(found))[1])
 
-    return _by_row(
-        pair,
-        operands,
-        make,
-        lambda zeros: PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros),
-    )
+    def filled(zeros: jax.Array) -> PairStatistics:
+        return PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros)
 
-
-def partials(pair: Pair, operands: Operands) -> PairPartial:
-    """The rows' statistics, where the heads have a part of the vocabulary."""
-
-    def filled(zeros: jax.Array) -> PairPartial:
-        return pairs.from_numbers(zeros, zeros, zeros, zeros, None if pair.divergence.passes > 1 else zeros)
-
-    return _by_row(pair, operands, lambda _, block, __: block.partial(), filled)
-
-
-def mixture_sums(pair: Pair, operands: Operands, found: PairStatistics) -> Sums:
-    """The part's sums of "jsd", from the normalisers of the whole rows."""
-    return _by_row(
-        pair, operands, lambda _, block, found: block.mixture_sums(found), lambda zeros: (zeros, zeros), found
-    )
-
-
-def _tiles(head: Head, plan: Plan) -> Tiles:
-    return Tiles(head.spec.vocab_size, plan.columns, head.valid_columns)
+    return by_row(pair, operands, make, filled)
 
 
 def _gradients(
@@ -225,7 +199,7 @@ def _gradients(
     teacher_hidden, found, cotangent = rows.more
     of_both = streams(head.spec, teacher.spec, how.scratch_bytes)
     plan = of_both.block_sizes(rows.batch.hidden.shape[0], "recompute")
-    tiles, needs = _tiles(head, plan), needed_products(needs_grad, head.spec.rank)
+    needs = needed_products(needs_grad, head.spec.rank)
     # Where the divergence is infinite no change of the logits helps: gradient 0. Where it is NaN so are the slopes.
     valid = ~jnp.isinf(found.value) if mask is None else ~jnp.isinf(found.value) & mask
     cotangent = jnp.where(valid, cotangent if inverse is None else cotangent * inverse, 0.0)
@@ -234,20 +208,19 @@ def _gradients(
     cotangent = cotangent / factor
 
     def products(block: RowBlock) -> TileStep:
-        block_batch, block_found = jax.tree.map(block.take, (rows.batch, found))
-        block_inverse = block_batch.inverse_temperature
-        both = _both(block_batch, block.take(teacher_hidden), head, teacher)
+        batch, hidden, block_found = jax.tree.map(block.take, (rows.batch, teacher_hidden, found))
+        both = Block.of(divergence, batch, hidden, head, teacher, plan)
         upstream = block.select(block.take(cotangent), 0.0)[:, None]
 
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
-            tile = tiles.tile(tile_index)
-            logits = _tile_logits(both, tile)
-            log_p, log_q = _log_probs(logits, block_inverse, block_found, tile.valid)
+            tile = both.tiles.tile(tile_index)
+            logits = both.logits(tile)
+            log_p, log_q = both.log_probs(logits, block_found, tile)
             slope = pairs.slope(divergence, log_p, log_q, block_found.expected)
             dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
             if head.spec.softcap is not None:
                 dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
-            found = head.tile_products(both[0], dlogits, tile, needs)
+            found = head.tile_products(batch, dlogits, tile, needs)
             return put_in_sums(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
 
         return step

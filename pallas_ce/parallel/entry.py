@@ -99,13 +99,12 @@ def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head:
     def on_device(shards: Shards, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
         leading = rows.batch.leading
         rows, head = shards.enter(flat_rows(leading, rows), head)
-        # The partitioner gathers those that are shared.
-        others = dataclasses.replace(shards, handed_whole=shards.handed_whole or how.shards is None)
-        shared = tuple(others.own_columns(x) if isinstance(x, Head) else x for x in shared)
+        of_shared = dataclasses.replace(shards, handed_whole=how.shards is None)  # by the partitioner
+        shared = tuple(of_shared.own_columns(x) if isinstance(x, Head) else x for x in shared)
         local = Local(shards, rows._replace(batch=head.with_low(rows.batch)), head, sums)
-        cuda, *rest = (functools.partial(operation, variant) for variant in how.variants(local))
-        if rest:  # both are traced and must return the same types; only one is lowered
-            by_row, of_head = lax.platform_dependent(local, *shared, cuda=cuda, default=rest[0])
+        cuda, *others = (functools.partial(operation, variant) for variant in how.variants(local))
+        if others:  # both are traced and must return the same types; only one is lowered
+            by_row, of_head = lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])
         else:
             by_row, of_head = cuda(local, *shared)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
@@ -147,16 +146,12 @@ def _made_manual(
             return jax.tree.map_with_path(place, head_arrays)
 
         whole = PartitionSpec()
+        of_shared = (places(x, x) if isinstance(x, Head) else whole for x in shared)
         # `shard_map` has to be told which results there are, and only a trace tells which gradients are asked for.
         _, gradients = jax.eval_shape(functools.partial(operation, shards), rows, head, sums, *shared)
         return jax.shard_map(
             functools.partial(operation, inner),
-            in_specs=(
-                whole,
-                places(head),
-                places(sums),
-                *(places(x, x) if isinstance(x, Head) else whole for x in shared),
-            ),
+            in_specs=(whole, places(head), places(sums), *of_shared),
             out_specs=(whole, places(gradients)),
             axis_names=set(automatic),
             check_vma=shards.typed,
@@ -239,11 +234,11 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
             specs = [spec_of(mesh, operand.sharding, operand.ndim) for operand in given[:count]]
             given_specs = jax.tree.unflatten(structure, specs)
             axes, shards = split(mesh, given_specs, rows, parted)
-            taken, whole = axes, axes | {dim: without(axes[dim], shards.gathered) for dim in weight_names(parted)}
+            taken, gathered = axes, axes | {dim: without(axes[dim], shards.gathered) for dim in weight_names(parted)}
             if parted is not None and parted.weight.dtype.itemsize <= parted.spec.dtype.itemsize:
                 # The partitioner gathers it, once for the forward and the backward; a wider weight is narrowed first.
                 shards = dataclasses.replace(shards, handed_whole=True)
-                taken = whole
+                taken = gathered
 
             apart = apart_over_width(mesh, given_specs, rows, parted, axes)
 
@@ -258,7 +253,8 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
                     return jax.tree.leaves(operation(shards, *apart.joined(rows, head), *more))
 
             places = [
-                place(d, taken if i < gatherable else axes if i in of_sums else whole) for i, d in enumerate(in_names)
+                place(d, taken if i < gatherable else axes if i in of_sums else gathered)
+                for i, d in enumerate(in_names)
             ]
             if apart.hidden:
                 by_row = {name: without(axes[name], apart.hidden) for name in row_names(rows)}

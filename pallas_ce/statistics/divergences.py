@@ -105,19 +105,7 @@ class PairPartial(NamedTuple):
 
     student: Partial
     teacher: Partial
-    cross: jax.Array | None
-
-
-def from_numbers(
-    student_max: jax.Array,
-    student_sum: jax.Array,
-    teacher_max: jax.Array,
-    teacher_sum: jax.Array,
-    cross: jax.Array | None = None,
-) -> PairPartial:
-    """The `PairPartial` that has these leaves."""
-    student, teacher = Partial(max=student_max, sum_exp=student_sum), Partial(max=teacher_max, sum_exp=teacher_sum)
-    return PairPartial(student, teacher, cross)
+    cross: jax.Array | None = None
 
 
 def partial_of_tiles(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pallas_ce import LowRank
 from pallas_ce.api import integration
-from pallas_ce.api.integration import Reduction, documented
+from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import DistillationOptions, PartDistillationOptions
 from torch_bridge.api.vocab_parallel import counted_targets, gathered, read_part
@@ -166,25 +166,19 @@ def _checked(
     teacher_weight: Tensor,
     divergence: str,
     beta: float,
-    *,
-    temperature: float | Tensor = 1.0,
-    token_weights: Tensor | None = None,
-    reduction: Reduction = "mean",
-    normalizer: float | Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    teacher_logit_scale: float | Tensor = 1.0,
     **options: Any,
 ) -> tuple[checks.Head, dict[str, Any]]:
     """The student's head, and what the operators take but for which rows count."""
-    integration.check_reduction(reduction, normalizer, "auto")
+    scalars = {"normalizer": options.pop("normalizer", None)}
+    integration.check_reduction(options.get("reduction", "mean"), scalars["normalizer"], "auto")
     head = checks.head(input, linear_weight, **options)
+    bias, scale = options.pop("teacher_bias", None), options.pop("teacher_logit_scale", 1.0)
     given: dict[str, Any] = {
-        "token_weights": checks.of_tokens(token_weights, head.leading),
+        "token_weights": checks.of_tokens(options.get("token_weights"), head.leading),
         "divergence": divergence,
         "beta": beta,
-        "reduction": reduction,
-        **checks.teacher(teacher_input, teacher_weight, teacher_bias, teacher_logit_scale, head.leading),
-        **checks.scalars(head.dtype, {"normalizer": normalizer}),
-        **checks.temperature(temperature, head.leading, head.dtype),
+        **checks.teacher(teacher_input, teacher_weight, bias, scale, head.leading),
+        **checks.scalars(head.dtype, scalars),
+        **checks.temperature(options.pop("temperature", 1.0), head.leading, head.dtype),
     }
     return head, options | head.given | given

@@ -65,14 +65,13 @@ class Operation:
     """An operator for a function of named arrays.
 
     `tensors` names its tensors in the order of its arguments and of the bits that stand for them: "input" `[N, H]` and
-    "linear_weight" `[V, H]`, which are always there, come first. The static arguments are `pallas_ce`'s function's of
-    that name, or `of` another.
+    "linear_weight" `[V, H]`, which are always there, come first.
     """
 
-    def __init__(self, name: str, steps: Any, further: tuple[str, ...], of: str = "") -> None:
+    def __init__(self, name: str, steps: Any, further: tuple[str, ...]) -> None:
         # Now and not when first read: torch.compile guards the attributes that a trace has read.
         self.name, self.tensors = name, _HEAD + further
-        self.function = Function(getattr(pallas_ce, of or name), steps)
+        self.function = Function(getattr(pallas_ce, name.removesuffix("_of_parts")), steps)
         # The bit of each tensor, or 0 if it has no gradient.
         self._bits = tuple([0 if x in _CONSTANT else 1 << place for place, x in enumerate(self.tensors)])
         self._missing: dict[str, Any] = dict.fromkeys(self.tensors) | _DEFAULTS
@@ -249,9 +248,7 @@ LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", integration.cross_entro
 LINEAR_ROW_STATISTICS = Operation("linear_row_statistics", integration.row_statistics_steps, _OF_ROWS)
 LINEAR_LOG_PROBS = Operation("linear_log_probs", integration.log_probs_steps, ("temperature", "support"))
 LINEAR_DISTILLATION = Operation("linear_distillation", integration.distillation_steps, _OF_DISTILLATION)
+_OF_PARTS = (*_OF_DISTILLATION, "parts", "sums")
 LINEAR_DISTILLATION_OF_PARTS = Operation(
-    "linear_distillation_of_parts",
-    integration.distillation_of_parts_steps,
-    (*_OF_DISTILLATION, "parts", "sums"),
-    "linear_distillation",
+    "linear_distillation_of_parts", integration.distillation_of_parts_steps, _OF_PARTS
 )

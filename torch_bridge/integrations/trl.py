@@ -34,6 +34,24 @@ _STATISTICS = {
 }
 
 
+# The arguments of TRL's function of two heads, in its order, each with its name here.
+_OF_TWO_HEADS = {
+    "student_hidden": "input",
+    "student_weight": "linear_weight",
+    "student_bias": "linear_bias",
+    "teacher_hidden": "teacher_input",
+    "teacher_weight": "teacher_weight",
+    "teacher_bias": "teacher_bias",
+    "beta": "beta",
+    "temperature": "temperature",
+    "student_logit_scale": "logit_scale",
+    "student_final_logit_softcapping": "logit_softcap",
+    "teacher_logit_scale": "teacher_logit_scale",
+    "teacher_final_logit_softcapping": "teacher_logit_softcap",
+}
+_ENDS = {0.0: "forward_kl", 1.0: "reverse_kl"}
+
+
 class FusedHead:
     """Replaces TRL's function, whose `apply` has these arguments.
 
@@ -83,49 +101,19 @@ class FusedHead:
             None if row.argmax is None else row.argmax == targets,
         )
 
-    def divergence(
-        self,
-        student_hidden: Tensor,
-        student_weight: Tensor,
-        student_bias: Tensor | None,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        teacher_bias: Tensor | None,
-        beta: float,
-        temperature: float = 1.0,
-        student_logit_scale: float = 1.0,
-        student_final_logit_softcapping: float | None = None,
-        teacher_logit_scale: float = 1.0,
-        teacher_final_logit_softcapping: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The divergence from a teacher and the student's entropy, without gradient, `[N]` each.
+    def divergence(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """The divergence from a teacher, and the student's entropy, without gradient: `[N]` each.
 
-        Takes the place of `apply` of TRL's function of two heads: β is 0 for the forward divergence, 1 for the reverse.
+        Takes the place of `apply` of TRL's function of two heads, whose `arguments` these are: β is 0 for the forward
+        divergence, 1 for the reverse one.
         """
-        student: dict[str, Any] = {
-            "linear_bias": student_bias,
-            "logit_scale": student_logit_scale,
-            "logit_softcap": student_final_logit_softcapping,
-            "temperature": temperature,
-            **self.options,
-        }
-        within = 0 < beta < 1
-        each = linear_distillation(
-            student_hidden,
-            student_weight,
-            teacher_hidden,
-            teacher_weight,
-            divergence="jsd" if within else "reverse_kl" if beta else "forward_kl",
-            beta=beta if within else 0.5,
-            reduction="none",
-            teacher_bias=teacher_bias,
-            teacher_logit_scale=teacher_logit_scale,
-            teacher_logit_softcap=teacher_final_logit_softcapping,
-            **student | {"implementation": None},
-        )
+        given = dict(zip(_OF_TWO_HEADS.values(), arguments, strict=True)) | self.options
+        beta = given.pop("beta")
+        student = {name: x for name, x in given.items() if not name.startswith("teacher_")}
+        given |= {"divergence": "jsd", "beta": beta} if 0 < beta < 1 else {"divergence": _ENDS[beta]}
         with torch.no_grad():
-            row: Any = linear_row_statistics(student_hidden, student_weight, statistics=("entropy",), **student)
-        return each, row.entropy
+            row: Any = linear_row_statistics(**student, statistics=("entropy",))
+        return linear_distillation(**given | {"reduction": "none", "implementation": None}), row.entropy
 
 
 def serve(model: Any, options: dict[str, Any]) -> None:
@@ -182,8 +170,7 @@ def _of_two_heads() -> Any:
         found = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     except (ImportError, AttributeError):
         return None
-    theirs, ours = (list(inspect.signature(x).parameters)[1:] for x in (found.forward, FusedHead.divergence))
-    return found if theirs == ours else None
+    return found if list(inspect.signature(found.forward).parameters)[1:] == [*_OF_TWO_HEADS] else None
 
 
 @functools.cache
