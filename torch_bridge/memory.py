@@ -53,11 +53,7 @@ def keep_pool(ordinal: int, environment: Mapping[str, str] = os.environ) -> None
     """Has CUDA keep the pool of a JAX that has started with `SHARING`, or warns that it does not.
 
     With these settings JAX has CUDA give unused memory back at each synchronisation. The next call then waits until it
-    is mapped again.
-
-    Args:
-        ordinal: the CUDA device's number in this process.
-        environment: what JAX read its settings from.
+    is mapped again. `ordinal` is the CUDA device's number in this process.
     """
     if any(environment.get(name) != value for name, value in SHARING.items()):
         return

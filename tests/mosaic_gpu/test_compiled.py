@@ -372,8 +372,17 @@ def compiled_kernel(
         ("dlogits", 8192, 4096, 0, EVERY, OPTIONS),
     ],
 )
-def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], options: tuple[str, ...]) -> None:
+def test_kernels(
+    kernel: Any,
+    n: int,
+    v: int,
+    axis: int,
+    names: frozenset[str],
+    options: tuple[str, ...],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     memory = compiled_kernel(kernel, n, v, 4096, axis, names, options).memory
+    assert "skipping" not in capfd.readouterr().err  # a warning to users, for each kernel that jax 0.12 does not fuse
     # Partial statistics and their padded inputs, or sums by column of each block of rows.
     assert memory.temp_size_in_bytes <= PARTIALS_BYTES + 8 * MIB
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pallas_ce import LowRank
 from tests.torch_bridge.problems import LINEAR, head, value_and_gradients
-from torch_bridge import linear_cross_entropy
+from torch_bridge import LinearCrossEntropyLoss, linear_cross_entropy
 from torch_bridge.integrations.trl import FusedHead
 
 Status = enum.Enum("Status", ["AVAILABLE", "NOT_AVAILABLE"])
@@ -106,6 +106,25 @@ def test_every_parameter_of_a_head_and_one_that_others_hold():
     row[0].sum().backward()
     check_is_partitioned(zero[0], 4)
     torch.testing.assert_close(zero[0].taken[1], value_and_gradients(LINEAR["log_probs"], hidden, weight, target)[2])
+
+
+def test_a_modules_loss_and_logits_gather_its_head():
+    hidden, weight, target = head()
+    plain = [nn.Parameter(weight.detach()), nn.Parameter(torch.randn(50))]
+    zero = [partitioned(x) for x in plain]
+    modules = []
+    for w, bias in (plain, zero):
+        module = LinearCrossEntropyLoss(8, 50, bias=True, logit_softcap=3.0)
+        module.weight, module.bias = w, bias
+        modules.append(module)
+    whole, parts = modules
+    with torch.no_grad():
+        torch.testing.assert_close(parts.logits(hidden), whole.logits(hidden), rtol=0, atol=0)
+        torch.testing.assert_close(parts(hidden, target), whole(hidden, target))
+    for parameter in zero:
+        check_is_partitioned(parameter, 2)
+    with pytest.raises(RuntimeError, match="size"):
+        parts.logits(hidden).sum().backward()
 
 
 def test_what_fsdp1_has_sharded_is_refused_by_name():

@@ -35,14 +35,7 @@ _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
 
 
 class Head(NamedTuple):
-    """A checked head.
-
-    Attributes:
-        given: what the operators take of it, by name.
-        leading: input's leading shape.
-        size: V.
-        dtype: the products'.
-    """
+    """A checked head: what operators take of it by name, input's leading shape, V, and the products' dtype."""
 
     given: dict[str, Any]
     leading: torch.Size
@@ -70,18 +63,9 @@ def weight(given: Tensor | LowRank) -> LowRank:
     return read
 
 
-def head(
-    input: Tensor,
-    of_weight: Tensor | LowRank,
-    *,
-    linear_bias: Tensor | None = None,
-    logit_scale: float | Tensor = 1.0,
-    vocab_size: int | None = None,
-    precision: PrecisionLike | None = None,
-    **_: Any,
-) -> Head:
+def head(input: Tensor, of_weight: Tensor | LowRank, **options: Any) -> Head:
     """Checks a head's tensors, and which of a call's options decide over them; programs check all others."""
-    read = weight(of_weight)
+    read, linear_bias = weight(of_weight), options.get("linear_bias")
     rows, width = read.weight.shape
     for name, tensor in (("input", input), ("linear_bias", linear_bias)):
         if tensor is not None:
@@ -102,10 +86,10 @@ def head(
         "linear_down": read.down,
         "term_scale": read.scale,
         "dtype": _DTYPES[dtype],
-        "precision": precision_of(precision, input.device),
-        **scalars(dtype, {"logit_scale": logit_scale}),
+        "precision": precision_of(options.get("precision"), input.device),
+        **scalars(dtype, options, "logit_scale"),
     }
-    return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), dtype)
+    return Head(given, leading, size(options.get("vocab_size"), rows, "linear_weight's rows"), dtype)
 
 
 def _of_products(input: Tensor) -> torch.dtype:
@@ -148,28 +132,16 @@ def mask(row_mask: Tensor | None, input: Tensor) -> Tensor:
 
 
 def loss(
-    leading: Sequence[int],
-    size: int,
-    dtype: torch.dtype,
-    target: Tensor,
-    *,
-    shift: int = 0,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    label_smoothing: float | Tensor = 0.0,
-    z_loss: float | Tensor = 0.0,
-    normalizer: float | Tensor | None = None,
-    reduction: str = "mean",
-    **options: Any,
+    leading: Sequence[int], size: int, dtype: torch.dtype, target: Tensor, *, shift: int = 0, **options: Any
 ) -> dict[str, Tensor | None]:
     """The tensors of cross entropy beside its logits; `size` is V."""
-    integration.check_reduction(reduction, normalizer, "auto")
-    shape("class_weights", class_weights, (size,))
+    integration.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
+    shape("class_weights", options.get("class_weights"), (size,))
     return {
         "target": labels(target, leading, shift=shift, size=size, **options),
-        "class_weights": class_weights,
-        "token_weights": of_tokens(token_weights, leading, shift),
-        **scalars(dtype, {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}),
+        "class_weights": options.get("class_weights"),
+        "token_weights": of_tokens(options.get("token_weights"), leading, shift),
+        **scalars(dtype, options, "label_smoothing", "z_loss", "normalizer"),
     }
 
 
@@ -326,17 +298,17 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: torch.dtyp
     return {"temperature": by_row(value, leading) if value.ndim else value}
 
 
-def scalars(dtype: torch.dtype, given: Mapping[str, float | Tensor | None]) -> dict[str, Tensor | None]:
-    """0-d tensors in the dtype of the sums; None for a number whose term is left out."""
-    return {name: _scalar(name, value, dtype, *_SCALARS[name]) for name, value in given.items()}
-
-
-def _scalar(
-    name: str, value: float | Tensor | None, dtype: torch.dtype, absent: float | None, *bounds: float
-) -> Tensor | None:
-    if value is absent or (isinstance(value, float) and value == absent):
-        return None
-    number = integration.check_scalar(name, value, *bounds)
-    if isinstance(number, Tensor):
-        return number.to(wide(dtype))
-    return None if number == absent else torch.tensor(number, dtype=wide(dtype))
+def scalars(dtype: torch.dtype, given: Mapping[str, Any], *names: str) -> dict[str, Tensor | None]:
+    """0-d tensors in the dtype of the sums, of some or all that are given; None for a number whose term is left out."""
+    found: dict[str, Tensor | None] = {}
+    for name in names or given:
+        absent, *bounds = _SCALARS[name]
+        value, found[name] = given.get(name, absent), None
+        if value is absent or (isinstance(value, float) and value == absent):
+            continue
+        number = integration.check_scalar(name, value, *bounds)
+        if isinstance(number, Tensor):
+            found[name] = number.to(wide(dtype))
+        elif number != absent:
+            found[name] = torch.tensor(number, dtype=wide(dtype))
+    return found

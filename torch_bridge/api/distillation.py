@@ -11,7 +11,7 @@ from pallas_ce.api import integration
 from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import DistillationOptions, PartDistillationOptions
-from torch_bridge.api.vocab_parallel import counted_targets, gathered, read_part
+from torch_bridge.api.vocab_parallel import Part, gathered
 from torch_bridge.autograd.operator import LINEAR_DISTILLATION, LINEAR_DISTILLATION_OF_PARTS
 from torch_bridge.autograd.partitioned import gathering
 
@@ -135,7 +135,8 @@ def vocab_parallel_distillation(
             loss = vocab_parallel_distillation(
                 hidden, weight_part, of_teacher, teacher_part, vocab_start=500 * dist.get_rank(), vocab_size=1000)
     """
-    part = read_part(input, linear_weight, target, vocab_start, vocab_size, group, validate_parts, options)
+    part = Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
+    part.check(input, target, validate_parts, options)
     if teacher_weight.shape[:1] != (part.rows,):
         raise ValueError(
             f"teacher_weight has shape {tuple(teacher_weight.shape)} and linear_weight {part.rows} rows: a process "
@@ -147,7 +148,7 @@ def vocab_parallel_distillation(
     )
     given["row_mask"] = checks.mask(options.get("row_mask"), input)
     if target is not None:
-        _, counted = counted_targets(checks.labels(target, head.leading), input, vocab_size, options)
+        _, counted = part.counted(checks.labels(target, head.leading), input, options)
         given["row_mask"] = given["row_mask"] & counted.reshape(-1)
     call = LINEAR_DISTILLATION_OF_PARTS.call
     with torch.no_grad():
@@ -169,16 +170,15 @@ def _checked(
     **options: Any,
 ) -> tuple[checks.Head, dict[str, Any]]:
     """The student's head, and what the operators take but for which rows count."""
-    scalars = {"normalizer": options.pop("normalizer", None)}
-    integration.check_reduction(options.get("reduction", "mean"), scalars["normalizer"], "auto")
+    integration.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
     head = checks.head(input, linear_weight, **options)
-    bias, scale = options.pop("teacher_bias", None), options.pop("teacher_logit_scale", 1.0)
+    bias, scale = options.get("teacher_bias"), options.get("teacher_logit_scale", 1.0)
     given: dict[str, Any] = {
         "token_weights": checks.of_tokens(options.get("token_weights"), head.leading),
         "divergence": divergence,
         "beta": beta,
         **checks.teacher(teacher_input, teacher_weight, bias, scale, head.leading),
-        **checks.scalars(head.dtype, scalars),
+        **checks.scalars(head.dtype, options, "normalizer"),
         **checks.temperature(options.pop("temperature", 1.0), head.leading, head.dtype),
     }
     return head, options | head.given | given

@@ -7,12 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.api.linear import linear_cross_entropy
+from torch_bridge.autograd import partitioned
 
 # One call in the graph of torch.fx.symbolic_trace, which cannot trace what reads shapes and dtypes.
 torch.fx.wrap("linear_cross_entropy")
 
 # What a module or its caller gives, and no option of its own does.
 _GIVEN = {"input", "linear_weight", "target", "linear_bias", "class_weights", "token_weights"}
+
+
+def scaled_and_capped(products: Tensor, options: dict[str, Any]) -> Tensor:
+    """The logits of a head with these options, from its products and bias."""
+    logits, cap = products * options.get("logit_scale", 1.0), options.get("logit_softcap")
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -118,10 +125,12 @@ class LinearCrossEntropyLoss(nn.Module):
         )
 
     def logits(self, input: Tensor) -> Tensor:
-        """Logits `[..., V']` for generation: scaled and capped as in the loss, padding included."""
-        logits = nn.functional.linear(input, self.weight, self.bias) * self.options.get("logit_scale", 1.0)
-        cap = self.options.get("logit_softcap")
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        """Logits `[..., V']` for generation: scaled and capped as in the loss, padding included.
+
+        All processes must call it where ZeRO-3 has partitioned the head. The logits then have no backward.
+        """
+        with partitioned.gathered((self.weight, self.bias)):
+            return scaled_and_capped(nn.functional.linear(input, self.weight, self.bias), self.options)
 
     def extra_repr(self) -> str:
         """Sizes and options, as `print` shows them."""

@@ -81,18 +81,19 @@ def vocab_parallel_cross_entropy(
             loss = vocab_parallel_cross_entropy(
                 hidden, weight_part, target, vocab_start=500 * dist.get_rank(), vocab_size=1000)
     """
-    part = read_part(input, linear_weight, target, vocab_start, vocab_size, group, validate_parts, options)
+    part = Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
+    part.check(input, target, validate_parts, options)
     checked = checks.loss(input.shape[:-1], vocab_size, input.dtype, target, **options)
-    target, counted = counted_targets(cast(Tensor, checked["target"]), input, vocab_size, options)
-    names, of_head, of_loss = ["lse", "log_prob"], _of_head(options), cast(Any, {**options})
+    target, counted = part.counted(checked["target"], input, options)
+    names, further, of_loss = ["lse", "log_prob"], {}, cast(Any, {**options})
     if checked["label_smoothing"] is not None:
         names.append("mean_log_prob")
     if (class_weights := options.get("class_weights")) is not None:
         classes = class_weights.detach().to(wide(input.dtype))
         of_loss["class_weights"] = classes[torch.where(counted, target, 0)]
         if "mean_log_prob" in names:
-            of_head["logit_weights"] = classes[vocab_start : vocab_start + part.rows] / vocab_size
-    row = part.statistics(names, input, target, counted, of_head)
+            further["logit_weights"] = classes[vocab_start : vocab_start + part.rows] / vocab_size
+    row = part.statistics(names, input, target, counted, options, **further)
     return losses.cross_entropy(row.lse, row.log_prob, row.mean_log_prob, counted, **of_loss)
 
 
@@ -152,12 +153,12 @@ def vocab_parallel_log_probs(
                 temperature=0.7, return_entropy=True)
             loss = -(advantage * row.log_prob).mean() - 0.01 * row.entropy.mean()
     """
-    part = read_part(input, linear_weight, target, vocab_start, vocab_size, group, validate_parts, options)
+    part = Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
+    part.check(input, target, validate_parts, options)
     target = checks.labels(target, input.shape[:-1], size=vocab_size, **options)
-    target, counted = counted_targets(target, input, vocab_size, options)
+    target, counted = part.counted(target, input, options)
     names = ["log_prob", *["entropy"] * return_entropy, *["argmax"] * return_argmax]
-    of_head = {**_of_head(options), "temperature": temperature}
-    row = part.statistics(names, input, target, counted, of_head)
+    row = part.statistics(names, input, target, counted, options, temperature=temperature)
     row = row._replace(**{name: torch.where(counted, getattr(row, name), 0) for name in names})
     return row if return_entropy or return_argmax else row.log_prob
 
@@ -187,20 +188,43 @@ class Part(NamedTuple):
         function: Any = _Shared
         return function.apply(x, self.group) if isinstance(x, Tensor) else x
 
-    def statistics(
-        self, names: Sequence[str], input: Tensor, target: Tensor, counted: Tensor, of_head: dict[str, Any]
-    ) -> Any:
-        """The whole head's `RowStatistics`, the same on every process; whatever in rows that do not count.
+    def check(self, input: Tensor, target: Tensor | None, validate_parts: bool, options: Any) -> None:
+        """Checks what the functions of a part have in common, all but the target."""
+        weight, rows, start, vocab_size = self.weight, self.rows, self.start, self.vocab_size
+        are_ints = integration.is_int(start) and integration.is_int(vocab_size)
+        if not are_ints or not 0 <= start < start + rows <= vocab_size:
+            raise ValueError(
+                f"vocab_start={start!r} with {rows} rows of linear_weight is no part of vocab_size={vocab_size!r}: "
+                "both must be ints, and a part has at least one row and lies in the vocabulary"
+            )
+        tensors = {"input": input, "target": target, "linear_bias": options.get("linear_bias")}
+        weights = {"linear_weight": weight.weight, "linear_weight.up": weight.up, "linear_weight.down": weight.down}
+        first_order.reverse_mode(tensors | weights)
+        if rows == vocab_size and dist.is_initialized() and (processes := dist.get_world_size(self.group)) > 1:
+            raise ValueError(
+                f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
+                "would count them several times: pass each process its own rows, or call linear_cross_entropy or "
+                "linear_log_probs"
+            )
+        if validate_parts:
+            _check_parts(weight.weight, start, vocab_size, self.group)
 
-        Args:
-            names: of "lse", "log_prob", "mean_log_prob", "entropy" and "argmax".
-            input: `[..., H]`.
-            target: `[...]` int64; where it counts, in `[0, V)`.
-            counted: `[...]` bool.
-            of_head: further arguments of `linear_row_statistics`; of `logit_weights` this process's part.
+    def counted(self, target: Any, input: Tensor, options: Any) -> tuple[Tensor, Tensor]:
+        """Checked targets in input's leading shape, and which of them count."""
+        # Narrower integers could not be compared with V.
+        target, ignored = target.long().reshape(input.shape[:-1]), options.get("ignore_index", -100)
+        return target, losses.counted(target, self.vocab_size, integration.read_ignore_index(ignored))
+
+    def statistics(
+        self, names: Sequence[str], input: Tensor, target: Tensor, counted: Tensor, options: Any, **further: Any
+    ) -> Any:
+        """The whole head's `RowStatistics` of these names, the same on every process; rows that do not count have any.
+
+        The targets that count lie in `[0, V)`. `further` are arguments of `linear_row_statistics`, of `logit_weights`
+        this process's part.
         """
-        if "logit_scale" in of_head:
-            of_head = of_head | {"logit_scale": self.shared(of_head["logit_scale"])}
+        of_head = {name: x for name, x in options.items() if name in HeadOptions.__annotations__} | further
+        of_head["logit_scale"] = self.shared(of_head.get("logit_scale", 1.0))
         within = target - self.start
         here: Any = linear_row_statistics(
             self.shared(input),
@@ -249,50 +273,6 @@ class Part(NamedTuple):
             ids = parts["argmax"].detach().view(integer)
             found["argmax"] = torch.where(is_first, ids, self.vocab_size).amin(0).int()
         return RowStatistics(**cast(Any, found))
-
-
-def read_part(
-    input: Tensor,
-    linear_weight: Tensor | LowRank,
-    target: Tensor | None,
-    start: int,
-    vocab_size: int,
-    group: dist.ProcessGroup | None,
-    validate_parts: bool,
-    options: Any,
-) -> Part:
-    """Checks what the functions of a part have in common, all but the target."""
-    part = Part(checks.weight(linear_weight), start, vocab_size, group)
-    weight, rows = part.weight, part.rows
-    are_ints = integration.is_int(start) and integration.is_int(vocab_size)
-    if not are_ints or not 0 <= start < start + rows <= vocab_size:
-        raise ValueError(
-            f"vocab_start={start!r} with {rows} rows of linear_weight is no part of vocab_size={vocab_size!r}: "
-            "both must be ints, and a part has at least one row and lies in the vocabulary"
-        )
-    tensors = {"input": input, "target": target, "linear_bias": options.get("linear_bias")}
-    weights = {"linear_weight": weight.weight, "linear_weight.up": weight.up, "linear_weight.down": weight.down}
-    first_order.reverse_mode(tensors | weights)
-    if rows == vocab_size and dist.is_initialized() and (processes := dist.get_world_size(group)) > 1:
-        raise ValueError(
-            f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
-            "would count them several times: pass each process its own rows, or call linear_cross_entropy or "
-            "linear_log_probs"
-        )
-    if validate_parts:
-        _check_parts(weight.weight, start, vocab_size, group)
-    return part
-
-
-def counted_targets(target: Tensor, input: Tensor, vocab_size: int, options: Any) -> tuple[Tensor, Tensor]:
-    """Checked targets in input's leading shape, and which of them count."""
-    # Narrower integers could not be compared with V.
-    target = target.long().reshape(input.shape[:-1])
-    return target, losses.counted(target, vocab_size, integration.read_ignore_index(options.get("ignore_index", -100)))
-
-
-def _of_head(options: Any) -> dict[str, Any]:
-    return {name: x for name, x in options.items() if name in HeadOptions.__annotations__}
 
 
 def _check_parts(weight: Tensor, start: int, vocab_size: int, group: dist.ProcessGroup | None) -> None:

@@ -6,7 +6,7 @@ other code would take this code's results, whose number, shapes and meaning may 
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +29,10 @@ NAMESPACE = namespace(
     f"{pallas_ce.__version__} {jax.__version__}",  # the package's for an installation without sources
 )
 OPERATORS: Any = getattr(torch.ops, NAMESPACE)
+
+
+def register(name: str, function: Callable[..., Any], schema: str, shapes: Callable[..., Any]) -> Any:
+    """A PyTorch operator that changes none of its arguments; `shapes` makes empty results for tracing."""
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=(), schema=schema)
+    made.register_fake(shapes)
+    return made

@@ -81,16 +81,6 @@ def differentiable_once(tensor: Tensor | None) -> Tensor | None:
     # A compiled function cannot be differentiated twice in any case.
     if tensor is None or torch.compiler.is_compiling() or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    function: Any = _Once
-    return function.apply(tensor)
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return final(gradients, (*gradients, *ctx.saved_tensors))[0]
+    once = tensor.view_as(tensor)
+    once.register_hook(lambda gradient: final([gradient], (gradient, tensor))[0])
+    return once

@@ -1,21 +1,20 @@
-"""What autograd saves around a call and asks of its backward, and eager calls past PyTorch's dispatcher.
+"""What autograd saves around a call and asks of its backward, by the operator or past PyTorch's dispatcher.
 
 The dispatcher's wrapping of a Python operator costs more than the operation. Compilation, dispatch modes and constants
 in functional transforms need the operator. All other calls are `Eager`, with the same programs, saved tensors and
 gradients.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import torch
 from torch import Tensor
 
-from torch_bridge.autograd import first_order, partitioned
+from torch_bridge.autograd import OPERATORS, first_order, partitioned
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
-from torch_bridge.programs.program import WEIGHT, Program, Signature
+from torch_bridge.programs.program import WEIGHT, Program
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
@@ -31,125 +30,102 @@ def serves(tensors: Iterable[Tensor | None]) -> bool:
 
 
 class Eager(torch.autograd.Function):
-    """`(*tensors, operation, program, static) -> outputs`, for an `Operation` and its arguments behind the tensors.
-
-    Without missing tensors: autograd takes as long for None as for a tensor.
-    """
+    """`(*tensors, operation, program, static) -> outputs`, for an `Operation` and its arguments."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         """The program's outputs; saves what else the backward needs."""
-        *tensors, ctx.operation, program, ctx.static = inputs
-        ctx.program = program
-        found = calls.forward(program, tensors, program.staying)
-        # Numbers by row, which live as long as the graph.
-        ctx.staying = {i: found[i] for i in program.staying}
-        save(ctx, program, tensors, [x if isinstance(x, Tensor) else None for x in found])
-        outputs = [x for x in found[: program.outputs] if isinstance(x, Tensor)]
-        ctx.mark_non_differentiable(*outputs[program.differentiable :])
-        return tuple(outputs)
+        *tensors, operation, program, static = inputs
+        found = calls.forward(program, [x for x in tensors if x is not None], program.staying)
+        save(ctx, operation, program, static, tensors, found, True)
+        return tuple(found[: program.outputs])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the tensors, and none for the rest."""
-        program: Program = ctx.program
-        signature = program.signature
-        count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: program.differentiable]
-        # Only the operator raises where these gradients are to be differentiated in turn.
-        is_served = serves((*saved, *given)) and not torch.is_grad_enabled()
-        # "auto" chooses by the number of rows. Processes may have different ones, and must gather equally often.
-        reads = () if is_served and signature.options.backward == "in_forward" else saved
+        return differentiate(ctx, cotangents)
 
-        def compute(asked: tuple[str, ...], total: Tensor | None) -> Sequence[Tensor]:
-            tensors, found = saved[:count], list(saved[count:])
-            if is_served:
-                for place, array in ctx.staying.items():
-                    found[place] = array
-                return _computed(program, tensors, found, given, asked, total)
-            for place, array in ctx.staying.items():
-                found[place] = exchange.to_torch(array)[: tensors[0].shape[0]]
-            named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
-            operation: Any = ctx.operation
-            return list(operation.call_backward(named, ctx.static, found, given, asked))
 
-        made = gradients(ctx, signature, reads, ctx.needs_input_grad, given, compute)
-        return (*[made.get(name) for name, _ in signature.arrays], None, None, None)
+def save(
+    ctx: Any, operation: Any, program: Program, static: Any, tensors: Sequence[Any], found: Sequence[Any], eager: bool
+) -> None:
+    """Saves what `differentiate` needs of a forward on `tensors`, and of what it found."""
+    ctx.operation, ctx.program, ctx.static, ctx.eager = operation, program, static, eager
+    # JAX's arrays: numbers by row, which live as long as the graph.
+    ctx.staying = {i: x for i, x in enumerate(found) if not isinstance(x, Tensor)}
+    # An output that is not needed is not saved: the caller may change it in place.
+    needed = [i not in ctx.staying and (i in program.reread or i >= program.outputs) for i in range(len(found))]
+    ctx.save_for_backward(*tensors, *[x if wanted else None for x, wanted in zip(found, needed, strict=True)])
+    ctx.mark_non_differentiable(*[x for x in found[program.differentiable :] if isinstance(x, Tensor)])
+    ctx.set_materialize_grads(False)
+
+
+def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients of all arguments; none are computed but those that this backward pass uses."""
+    names, given = ctx.operation.tensors, cotangents[: ctx.program.differentiable]
+    made = _gradients(ctx, given) if any(x is not None for x in given) else {}
+    return (*map(made.get, names), *[None] * (len(ctx.needs_input_grad) - len(names)))
+
+
+def _gradients(ctx: Any, given: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    """What the backward returns, by names of tensors."""
+    first_order.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(given)})
+    signature, saved = ctx.program.signature, ctx.saved_tensors
+    count = len(ctx.operation.tensors)
+    tensors, found = saved[:count], list(saved[count:])
+    # Tensors that are missing have no edge.
+    edges = zip([name for name, _ in signature.arrays], ctx.next_functions, strict=False)
+    possible = {name for name, is_needed in zip(ctx.operation.tensors, ctx.needs_input_grad, strict=False) if is_needed}
+    possible.intersection_update(signature.differentiated)
+    nodes = {name: node for name, (node, _) in edges if name in possible and _is_executed(node) is not False}
+    if not nodes:
+        return {}
+    asked = tuple(nodes)
+    # Only the operator raises where these gradients are to be differentiated in turn.
+    is_served = ctx.eager and serves((*saved, *given)) and not torch.is_grad_enabled()
+    # "auto" chooses by the number of rows. Processes may have different ones, and must gather equally often.
+    reads = () if is_served and signature.options.backward == "in_forward" else saved
+    weight, total = _main_grad(ctx, asked)
+    with partitioned.gathered(reads):
+        for place, array in ctx.staying.items():
+            found[place] = array if is_served else exchange.to_torch(array)[: tensors[0].shape[0]]
+        if is_served:
+            gradients = _computed(ctx.program, [x for x in tensors if x is not None], found, given, asked, total)
+        else:
+            backward = getattr(OPERATORS, f"{ctx.operation.name}_backward")
+            bits = sum(1 << ctx.operation.tensors.index(name) for name in asked)
+            gradients = backward(*tensors, *ctx.static, found, list(given), bits)
+        made: dict[str, Tensor | None] = dict(zip(asked, gradients, strict=True))
+    for node in nodes.values():
+        if partitioned.is_partitioned(leaf := getattr(node, "variable", None)) and _is_executed(node):
+            partitioned.accept(leaf)
+    if total is not None:
+        made["linear_weight"] = _arrives(weight, total, made["linear_weight"])
+    return made
 
 
 def _computed(
     program: Program,
     tensors: Sequence[Tensor],
-    found: Sequence[Tensor | jax.Array | None],
+    found: Sequence[Any],
     given: Sequence[Tensor | None],
     asked: tuple[str, ...],
     total: Tensor | None,
 ) -> list[Tensor]:
-    """The gradients in `asked`; unless the graph is kept, it hands over the ones that lack the upstream scalar only.
+    """The gradients in `asked`; unless the graph is kept, the forward's own are scaled in place and returned.
 
     A `total` to which the backward can add the weight's gradient is returned in place of that.
     """
     if total is not None and calls.adds_to(program, total, tensors[WEIGHT], asked):
         return calls.backward(program, tensors, found, given, asked, total)
     kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-    handed = () if kept_graph else tuple(name for name in asked if name in program.scaled)
-    others = tuple(name for name in asked if name not in handed)
+    handed = () if kept_graph else tuple([name for name in asked if name in program.scaled])
     made: dict[str, Tensor] = {}
-    if others:
+    if others := tuple([name for name in asked if name not in handed]):
         made |= zip(others, calls.backward(program, tensors, found, given, others), strict=True)
     if handed:
-        (upstream,) = given
-        assert upstream is not None
-        made |= zip(handed, calls.handed_over(program, tensors, found, upstream, handed), strict=True)
+        made |= zip(handed, calls.handed_over(program, tensors, found, given[0], handed), strict=True)
     return [made[name] for name in asked]
-
-
-def save(ctx: Any, program: Program, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    """Saves what the backward of a forward on `inputs` needs, of those and of what it found."""
-    # An output that is not needed is not saved: the caller may change it in place.
-    reread = [x if i in program.reread or i >= program.outputs else None for i, x in enumerate(found)]
-    ctx.save_for_backward(*inputs, *reread)
-    ctx.set_materialize_grads(False)
-
-
-def gradients(
-    ctx: Any,
-    signature: Signature,
-    reads: Sequence[Tensor | None],
-    needed: Sequence[bool],
-    cotangents: Sequence[Tensor | None],
-    compute: Callable[[tuple[str, ...], Tensor | None], Sequence[Tensor]],
-) -> dict[str, Tensor | None]:
-    """What a backward returns by inputs' names; no other gradients are computed than those that this pass uses.
-
-    Args:
-        ctx: autograd's.
-        signature: the forward's.
-        reads: saved tensors, which are whole while `compute` reads them.
-        needed: which of its inputs could have a gradient.
-        cotangents: of the differentiable outputs.
-        compute: `(names, sum or None) -> gradients`; in place of the weight's it may return the sum with it added.
-    """
-    if all(x is None for x in cotangents):
-        return {}
-    first_order.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(cotangents)})
-    # Tensors that are missing have no edge.
-    nodes = {
-        name: node
-        for (name, _), is_needed, (node, _) in zip(signature.arrays, needed, ctx.next_functions, strict=False)
-        if is_needed and name in signature.differentiated and _is_executed(node) is not False
-    }
-    if not nodes:
-        return {}
-    asked = tuple(nodes)
-    weight, total = _main_grad(ctx, asked)
-    with partitioned.gathered(reads):
-        found: dict[str, Tensor | None] = dict(zip(asked, compute(asked, total), strict=True))
-    for node in nodes.values():
-        if partitioned.is_partitioned(leaf := getattr(node, "variable", None)) and _is_executed(node):
-            partitioned.accept(leaf)
-    if total is not None:
-        found["linear_weight"] = _arrives(weight, total, found["linear_weight"])
-    return found
 
 
 def _main_grad(ctx: Any, asked: Sequence[str]) -> tuple[Any, Tensor | None]:

@@ -13,7 +13,7 @@ from torch.utils import flop_counter
 
 import pallas_ce
 from pallas_ce.api import integration
-from torch_bridge.autograd import NAMESPACE, OPERATORS, first_order, graph
+from torch_bridge.autograd import OPERATORS, first_order, graph, register
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
 from torch_bridge.programs import program as programs
@@ -100,42 +100,20 @@ class Operation:
         if not differentiated:
             return calls.forward(program, list(named.values()))
         function: Any = graph.Eager
-        return list(function.apply(*named.values(), self, program, static))
-
-    def call_backward(
-        self,
-        tensors: dict[str, Tensor],
-        static: Sequence[Any],
-        found: Sequence[Tensor | None],
-        cotangents: Sequence[Tensor | None],
-        asked: tuple[str, ...],
-    ) -> list[Tensor]:
-        """The gradients of the inputs in `asked` by the operator; `found` is all that the forward returned."""
-        bits = sum(1 << self.tensors.index(name) for name in asked)
-        operator = getattr(OPERATORS, f"{self.name}_backward")
-        given = [tensors.get(name) for name in self.tensors]
-        return list(operator(*given, *static, list(found), list(cotangents), bits))
+        return list(function.apply(*tensors, self, program, static))
 
     def _register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
         given = [f"Tensor{'' if name in _HEAD[:2] else '?'} {name}" for name in self.tensors]
         inputs = ", ".join([*given, "int differentiated", *[f"{kind} {name}" for name, kind in _TYPES.items()]])
-        forward = torch.library.custom_op(
-            f"{NAMESPACE}::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
-        )
-        forward.register_fake(self._forward_shapes)
-        forward.register_autograd(self._differentiate, setup_context=self._setup_context)
-        backward = torch.library.custom_op(
-            f"{NAMESPACE}::{self.name}_backward",
-            self._backward,
-            mutates_args=(),
-            schema=f"({inputs}, Tensor?[] found, Tensor?[] cotangents, int asked) -> Tensor[]",
-        )
-        backward.register_fake(self._backward_shapes)
+        forward = register(self.name, self._forward, f"({inputs}) -> Tensor[]", self._forward_shapes)
+        forward.register_autograd(graph.differentiate, setup_context=self._setup_context)
+        inputs += ", Tensor?[] found, Tensor?[] cotangents, int asked"
+        of_backward = f"{self.name}_backward"
+        backward = register(of_backward, self._backward, f"({inputs}) -> Tensor[]", self._backward_shapes)
         backward.register_autograd(first_order.refuse)
-        flop_counter.register_flop_formula(getattr(OPERATORS, self.name), get_raw=True)(self._forward_flops)
-        of_backward = getattr(OPERATORS, f"{self.name}_backward")
-        flop_counter.register_flop_formula(of_backward, get_raw=True)(self._backward_flops)
+        for name, flops in ((self.name, self._forward_flops), (of_backward, self._backward_flops)):
+            flop_counter.register_flop_formula(getattr(OPERATORS, name), get_raw=True)(flops)
 
     def signature(self, tensors: Sequence[Any], static: Sequence[Any]) -> Signature:
         """The call's signature; both arguments are the operator's."""
@@ -175,11 +153,10 @@ class Operation:
         return calls.forward(self.program(tensors, static), [x for x in tensors if x is not None])
 
     def _backward(self, *arguments: Any) -> list[Tensor]:
-        *arguments, found, cotangents, asked = arguments  # type: ignore[assignment]
-        tensors, static = self._split(arguments)
+        tensors, static = self._split(arguments[:-3])
+        found, cotangents, asked = arguments[-3:]
         present = [x for x in tensors if x is not None]
-        program = self.program(tensors, static)
-        return calls.backward(program, present, found, cotangents, self._names(asked))
+        return calls.backward(self.program(tensors, static), present, found, cotangents, self._names(asked))
 
     def _forward_shapes(self, *arguments: Any) -> list[Tensor]:
         hidden, found = arguments[0], self._for_any_rows(*self._split(arguments)).found
@@ -189,10 +166,10 @@ class Operation:
         ]
 
     def _backward_shapes(self, *arguments: Any) -> list[Tensor]:
-        tensors = dict(zip(self.tensors, arguments, strict=False))
+        asked = [(name, arguments[self.tensors.index(name)]) for name in self._names(arguments[-1])]
         return [
             torch.empty_like(x) if name == "linear_weight" and _vocab_axis(x) else x.new_empty(x.shape)
-            for name, x in ((name, tensors[name]) for name in self._names(arguments[-1]))
+            for name, x in asked
         ]
 
     def _forward_flops(self, *arguments: Any, **_: Any) -> int:
@@ -200,40 +177,19 @@ class Operation:
         return self._flops(tensors, 1 + self._for_any_rows(tensors, static).sums)
 
     def _backward_flops(self, *arguments: Any, **_: Any) -> int:
-        *arguments, _found, _cotangents, asked = arguments  # type: ignore[assignment]
-        tensors, static = self._split(arguments)
-        if self._for_any_rows(tensors, static).sums:
-            return 0
-        return self._flops(tensors, 1 + len({"input", "linear_weight"}.intersection(self._names(asked))))
+        tensors, static = self._split(arguments[:-3])
+        products = 1 + len({"input", "linear_weight"}.intersection(self._names(arguments[-1])))
+        return 0 if self._for_any_rows(tensors, static).sums else self._flops(tensors, products)
 
     def _flops(self, tensors: Sequence[Any], products: int) -> int:
         """Of a number of products with the weight and its low-rank term, and of one with a teacher's weight."""
-        given = dict(zip(self.tensors, tensors, strict=True))
-        of_head = sum(given[x].numel() for x in ("linear_weight", "linear_up", "linear_down") if given[x] is not None)
-        teacher = given.get("teacher_weight")
-        return 2 * given["input"].shape[0] * (products * of_head + (0 if teacher is None else teacher.numel()))
+        sizes = {name: x.numel() for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
+        of_head = sum(sizes.get(name, 0) for name in ("linear_weight", "linear_up", "linear_down"))
+        return 2 * tensors[0].shape[0] * (products * of_head + sizes.get("teacher_weight", 0))
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        tensors, ctx.static = self._split(inputs)
-        ctx.program = self._for_any_rows(tensors, ctx.static)
-        graph.save(ctx, ctx.program, tensors, output)
-        ctx.mark_non_differentiable(*output[ctx.program.differentiable :])
-
-    def _differentiate(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        tensors, found = self._split(saved)
-        given = cotangents[: ctx.program.differentiable]
-        present = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
-        needed = [ctx.needs_input_grad[self.tensors.index(name)] for name in present]
-        gradients = graph.gradients(
-            ctx,
-            ctx.program.signature,
-            saved,
-            needed,
-            given,
-            lambda asked, _: self.call_backward(present, ctx.static, found, given, asked),
-        )
-        return (*[gradients.get(name) for name in self.tensors], *[None for _ in ctx.static])
+        tensors, static = self._split(inputs)
+        graph.save(ctx, self, self._for_any_rows(tensors, static), static, tensors, output, False)
 
 
 def _vocab_axis(weight: Tensor) -> int:

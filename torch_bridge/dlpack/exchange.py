@@ -102,18 +102,12 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
 def share(
     names: Sequence[str], given: Sequence[Any], device: torch.device, current: streams.Current | None
 ) -> list[Any]:
-    """Dense tensors on `device` as arrays, behind one event on PyTorch's current stream; arrays among them stay.
+    """Dense tensors on `device` as arrays, behind one event on its `current` stream; JAX's arrays among them stay.
 
     They are for one program that takes them all, even if it does not use some (`keep_unused` of `jax.jit`).
 
     Scalars on the CPU go to whichever device computes; 64-bit integers come as their 32-bit words, which
-    `words_to_int32` puts together.
-
-    Args:
-        names: what error messages call them.
-        given: tensors, and arrays of JAX's.
-        device: where the tensors lie.
-        current: its current stream, if it has any.
+    `words_to_int32` puts together. `names` are for error messages.
     """
     plain = [
         _words(name, _plain(name, x)) if isinstance(x, torch.Tensor) else x
@@ -291,9 +285,8 @@ def check_dense(name: str, tensor: Any) -> None:
             f"or pass {name}.full_tensor(grad_placements=...)"
         )
     if not isinstance(tensor, torch.Tensor):
-        traced = (
-            ": for torch.fx.symbolic_trace, torch.fx.wrap the function" if isinstance(tensor, torch.fx.Proxy) else ""
-        )
+        is_proxy = isinstance(tensor, torch.fx.Proxy)
+        traced = ": for torch.fx.symbolic_trace, torch.fx.wrap the function" if is_proxy else ""
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor{traced}")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"{name} has layout {tensor.layout}; it must be dense and not quantised")
@@ -303,11 +296,7 @@ def check_dense(name: str, tensor: Any) -> None:
 
 def check_one_device(tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Refuses tensors on different devices; scalars on the CPU go everywhere, as in PyTorch."""
-    first = None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if first is None:
-            first, device = name, tensor.device
-        elif tensor.device != device and not (tensor.ndim == 0 and tensor.is_cpu):
-            raise ValueError(f"{name} lies on {tensor.device} and {first} on {device}: move them to one device")
+    (first, one), *others = ((name, x) for name, x in tensors.items() if x is not None)
+    for name, tensor in others:
+        if tensor.device != one.device and not (tensor.ndim == 0 and tensor.is_cpu):
+            raise ValueError(f"{name} lies on {tensor.device} and {first} on {one.device}: move them to one device")

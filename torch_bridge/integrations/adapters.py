@@ -4,7 +4,7 @@ A layer of PEFT's holds the model's own layer as `base_layer`, and adapters by n
 one becomes the low-rank term of a `LowRank`, so that its gradients make no array of the weight's size.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,27 +15,20 @@ _ELSEWHERE = "or leave lm_head out of target_modules"
 _WHOLE = "with llm_int8_skip_modules=['lm_head']"
 
 
-class Parameters(NamedTuple):
-    """What hidden states are multiplied by, `[V, H]`, and the bias `[V]` or None."""
-
-    weight: Tensor | LowRank
-    bias: Tensor | None
-
-
-def parameters(head: Any) -> Parameters:
-    """The parameters of a head for which `passed_over` finds nothing, with its active adapter."""
+def parameters(head: Any) -> tuple[Tensor | LowRank, Tensor | None]:
+    """Weight `[V, H]` and bias `[V]` of a head for which `passed_over` finds nothing, with its active adapter."""
     layer = base(head)
     if layer is not head and head.disable_adapters and head.merged:
         head.unmerge()  # as its own forward does
     active = _active(head)
     if not active:
-        return Parameters(layer.weight, layer.bias)
+        return layer.weight, layer.bias
     (name,) = active
     up, down, scale = head.lora_B[name], head.lora_A[name], float(head.scaling[name])
     bias = layer.bias
     if up.bias is not None:
         bias = scale * up.bias if bias is None else bias + scale * up.bias
-    return Parameters(LowRank(layer.weight, up.weight, down.weight, scale), bias)
+    return LowRank(layer.weight, up.weight, down.weight, scale), bias
 
 
 def passed_over(head: Any) -> str | None:

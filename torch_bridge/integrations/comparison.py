@@ -7,17 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from pallas_ce import LowRank
+from torch_bridge.api.modules import scaled_and_capped
 from torch_bridge.integrations import adapters, causal_lm
 from torch_bridge.integrations.causal_lm import IGNORED
 
 
 def compare(model: Any, options: dict[str, Any]) -> None:
-    """Raises ValueError unless the head, with the options' soft cap and scale, gives the model's own logits and loss.
-
-    Args:
-        model: of transformers.
-        options: of `linear_cross_entropy`.
-    """
+    """Raises ValueError unless the head, with the options' soft cap and scale, gives the model's logits and loss."""
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -45,10 +41,7 @@ def _of_logits(model: Any, tokens: Tensor, want: Tensor, options: dict[str, Any]
     weight, bias = adapters.parameters(causal_lm.head(model))
     if isinstance(weight, LowRank):
         weight = weight.weight + weight.scale * (weight.up @ weight.down).to(weight.weight.dtype)
-    got = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
-    got = got * options.get("logit_scale", 1.0)
-    if (cap := options.get("logit_softcap")) is not None:
-        got = cap * torch.tanh(got / cap)
+    got = scaled_and_capped(nn.functional.linear(hidden.to(weight.dtype), weight, bias).float(), options)
     difference = float((got - want).abs().max())
     if difference <= 1e-2 * float(want.abs().max()):
         return None
@@ -60,8 +53,16 @@ def _of_logits(model: Any, tokens: Tensor, want: Tensor, options: dict[str, Any]
 
 def _of_losses(model: Any, tokens: Tensor, logits: Tensor) -> str | None:
     """How the model's own loss of its logits differs from the patch's; None where it does not."""
-    labels = _telling_labels(logits)
-    for items in (None, 7) if _takes_num_items(model) else (None,):
+    # Likely after the token before and unlikely after the token, and one ignored. So that even an untrained model, to
+    # which all tokens are about as likely, has another loss without the shift.
+    log_probs = logits.log_softmax(-1)
+    before = nn.functional.pad(log_probs, (0, 0, 1, 0))[:, :-1]
+    labels = (before - log_probs).argmax(-1)
+    labels[:, 2] = IGNORED
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    # As `transformers.Trainer` decides.
+    takes_items = getattr(model, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds)
+    for items in (None, 7) if takes_items else (None,):
         further = {} if items is None else {"num_items_in_batch": torch.tensor(items, device=tokens.device)}
         out = model(input_ids=tokens, labels=labels, **further)
         total = nn.functional.cross_entropy(out.logits[0, :-1].float(), labels[0, 1:], reduction="sum")
@@ -76,21 +77,3 @@ def _of_losses(model: Any, tokens: Tensor, logits: Tensor) -> str | None:
                 f"one, {IGNORED} ignored, is {got:.4g}: it does not shift them, or computes another loss"
             )
     return None
-
-
-def _telling_labels(logits: Tensor) -> Tensor:
-    """Labels `[1, 4]` of logits `[1, 4, V]`, one ignored: likely after the token before, unlikely after the token.
-
-    So that even an untrained model, to which all tokens are about as likely, has another loss without the shift.
-    """
-    log_probs = logits.log_softmax(-1)
-    before = nn.functional.pad(log_probs, (0, 0, 1, 0))[:, :-1]
-    labels = (before - log_probs).argmax(-1)
-    labels[:, 2] = IGNORED
-    return labels
-
-
-def _takes_num_items(model: Any) -> bool:
-    """Whether `transformers.Trainer` passes `num_items_in_batch` to the model."""
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    return bool(getattr(model, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds))

@@ -23,15 +23,8 @@ OF_A_LOSS = _IN_TRAINING | {"validate_labels"}
 OF_A_HEAD = {"precision", "implementation", "scratch_bytes"}
 
 # Arguments of the model's forward that are for its head and loss, and not for its backbone.
-_FOR_THE_HEAD = {
-    "labels",
-    "shift_labels",
-    "num_items_in_batch",
-    "ignore_index",
-    "logits_to_keep",
-    "num_logits_to_keep",
-    "return_dict",
-}
+_FOR_THE_HEAD = {"labels", "shift_labels", "num_items_in_batch", "ignore_index", "return_dict"}
+_FOR_THE_HEAD |= {"logits_to_keep", "num_logits_to_keep"}
 
 # The attribute of a patched model that holds its `Patch`.
 _ATTRIBUTE = "_causal_lm_patch"

@@ -53,17 +53,11 @@ _ENDS = {0.0: "forward_kl", 1.0: "reverse_kl"}
 
 
 class FusedHead:
-    """Replaces TRL's function, whose `apply` has these arguments.
-
-    Attributes:
-        original: TRL's own.
-        options: of the bridge's functions of a head.
-        models: those for which it was put there.
-    """
+    """Replaces TRL's `original` function, whose `apply` has these arguments, for some patched models."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
-        self.options: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}  # of `linear_row_statistics`
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def apply(
@@ -119,11 +113,7 @@ class FusedHead:
 def serve(model: Any, options: dict[str, Any]) -> None:
     """Has TRL, where it is installed, compute by this library: in all models of the process, as of now.
 
-    Warns, once, where a version of TRL was not tested or has no such head.
-
-    Args:
-        model: the patched one.
-        options: of the bridge's functions of a head.
+    Warns, once, where a version of TRL was not tested or has no such head. The options are of that function.
     """
     if (utils := _utils()) is None:
         return
@@ -147,12 +137,9 @@ def release(model: Any) -> None:
 
 
 def check_options(model: Any, forward: Any, of_a_loss: list[str]) -> None:
-    """Raises ValueError where a trainer of TRL gives a patched model its forward, which would pass over options.
+    """Raises ValueError where a trainer of TRL gives a patched model its forward, which would pass over `of_a_loss`.
 
-    Args:
-        model: the patched one.
-        forward: what takes the place of its own.
-        of_a_loss: the options that it was patched with and that change a loss.
+    These are the options that it was patched with and that change a loss.
     """
     # By the module that defines it: its `__module__` names the function that it wraps.
     defined_in = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
@@ -181,13 +168,10 @@ def _utils() -> Any:
     version = importlib.metadata.version("trl")
     try:
         utils = importlib.import_module("trl.trainer.utils")
-        theirs = list(inspect.signature(utils._ChunkedLogProbFunction.forward).parameters)[1:]
+        theirs, why = list(inspect.signature(utils._ChunkedLogProbFunction.forward).parameters)[1:], ""
     except (ImportError, AttributeError) as error:
         theirs, why = [], f" ({error})"
-    else:
-        why = ""
-    ours = list(inspect.signature(FusedHead.apply).parameters)[1:]
-    served = theirs == ours
+    served = theirs == list(inspect.signature(FusedHead.apply).parameters)[1:]
     if not served or version not in TESTED:
         result = "was not tested with" if served else "has trainers that will not use"
         warnings.warn(f"TRL {version} {result} patch_causal_lm{why}; tested: {', '.join(TESTED)}", stacklevel=6)

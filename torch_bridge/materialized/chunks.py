@@ -53,11 +53,7 @@ def _of(logits: torch.Tensor, start: int, elements: int) -> Iterator[tuple[slice
 
 
 def check_inplace(logits: torch.Tensor, inplace_backward: bool) -> None:
-    """Refuses to overwrite a leaf, or memory that several of the logits share.
-
-    Raises:
-        ValueError: the logits are one, or an expanded view.
-    """
+    """Refuses to overwrite a leaf, or memory that several of the logits share, with a ValueError."""
     if inplace_backward and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace_backward=True on logits that are a leaf would overwrite a parameter; pass False")
     strides = zip(logits.stride(), logits.shape, strict=True)

@@ -2,13 +2,12 @@
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from torch import Tensor
 
-import pallas_ce
 from pallas_ce.api.integration import (
     NO_WEIGHT,
     Batch,
@@ -30,14 +29,6 @@ Arrays = dict[str, jax.Array]
 KEPT = ("max_logit", "log_sum")
 
 
-class Loss(NamedTuple):
-    """Static options of `pallas_ce.cross_entropy`, reduced, and which tensors are differentiated, "rows" first."""
-
-    reduction: str
-    ignore_index: int | None
-    differentiated: tuple[str, ...]
-
-
 class Kernels(NamedTuple):
     """The logits' static facts, and the implementation in `pallas_ce` that serves them."""
 
@@ -50,16 +41,17 @@ class Kernels(NamedTuple):
 
     def serve_at_once(self, logits: Tensor) -> bool:
         """Whether all rows are one of `chunks.powers`."""
-        parts = chunks.powers(logits)
-        return any(self.serve(rows) and rows.shape[0] == logits.shape[:-1].numel() for _, rows in parts)
+        parts = list(chunks.powers(logits))
+        return len(parts) == 1 and self.serve(parts[0][1])
 
-    def run(self, function: Callable[..., Any], what: Hashable, given: Mapping[str, Tensor | None]) -> list[Tensor]:
-        """What `statistics`, `gradient` or `loss` returns for "rows" `[n, V']`, contiguous, and its other tensors.
+    def run(
+        self, function: Callable[..., Any], what: Hashable, given: Mapping[str, Tensor | None], replaces: bool
+    ) -> list[Tensor]:
+        """What the function `(kernels, what, arrays)` returns for "rows" `[n, V']`, contiguous, and other tensors.
 
-        A gradient of the rows overwrites these, and is not returned.
+        Where the first result `replaces` the rows, as their gradient does, it overwrites them, and is not returned.
         """
         tensors = {name: x for name, x in given.items() if x is not None}
-        replaces = function is gradient or (function is loss and "rows" in cast(Loss, what).differentiated)
         program = _program(function, self, what, tuple(tensors), replaces)
         rows = tensors["rows"]
         found = exchange.run(program, tuple(tensors), tuple(tensors.values()), rows.device)
@@ -78,10 +70,7 @@ def serving(logits: Tensor, spec: HeadSpec) -> Kernels | None:
 
 @functools.lru_cache(maxsize=256)
 def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...], replaces: bool) -> Any:
-    """`(*inputs) -> arrays`; the rows are the first input, and their gradient the first result where it replaces them.
-
-    Its memory is the rows' own.
-    """
+    """`(*inputs) -> arrays`; the rows are the first input, whose memory the first result has where it replaces them."""
 
     def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return function(kernels, what, dict(zip(inputs, arrays, strict=True)))
@@ -115,26 +104,3 @@ def _call(kernels: Kernels, arrays: Arrays) -> tuple[How, Operands]:
     head = Head(NO_WEIGHT, None, None, u, kernels.spec)
     operands = Operands(Batch(arrays["rows"], arrays.get("ids")), head, arrays.get("valid"))
     return How(kernels.implementation, "recompute", None), operands
-
-
-def loss(kernels: Kernels, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
-    """The gradients of `what.differentiated`, and the loss of "target" `[n]` with options of its own."""
-    spec, target = kernels.spec, arrays["target"]
-    if target.size != arrays["rows"].shape[0]:
-        target = exchange.words_to_int32(target)
-
-    def of(varied: Arrays) -> jax.Array:
-        given: dict[str, Any] = arrays | varied | {"target": target}
-        return pallas_ce.cross_entropy(
-            given.pop("rows"),
-            given.pop("target"),
-            reduction=what.reduction,  # type: ignore[arg-type]
-            ignore_index=what.ignore_index,
-            vocab_size=spec.vocab_size,
-            logit_softcap=spec.softcap,
-            implementation=kernels.implementation,  # type: ignore[arg-type]
-            **given,
-        )
-
-    value, gradients = jax.value_and_grad(of)({name: arrays[name] for name in what.differentiated})
-    return *[gradients[name] for name in what.differentiated], value

@@ -20,19 +20,11 @@ def cross_entropy(
     class_weights: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The reduced loss, from the checked options of a public function.
+    """The reduced loss of rows, from the checked options of a public function.
 
-    Args:
-        lse: of each row; read with `z_loss` only.
-        log_prob: of each row's target.
-        mean_log_prob: `Σ_v u_v·log p_v` of each row, where labels are smoothed; None where not.
-        counts: bool, which rows do.
-        label_smoothing: read with `mean_log_prob` only.
-        z_loss: factor of `lse²`; the number 0 leaves it out.
-        token_weights: of each row, or None.
-        reduction: "mean", "sum" or "none".
-        normalizer: of the mean; by default the weights that count, without class weights for the z part.
-        class_weights: of each row's target; None: 1.
+    Only `z_loss` reads the `lse`. `mean_log_prob` is `Σ_v u_v·log p_v` where labels are smoothed and None where not,
+    `counts` is True for rows that do, and `class_weights` has an entry for each row's target. By default the mean
+    divides by the weights that count, without class weights for the z part.
     """
     weight = torch.ones_like(lse) if token_weights is None else token_weights.to(lse.dtype)
     of_class = torch.ones_like(lse) if class_weights is None else class_weights

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from pallas_ce.api.integration import HeadSpec, read_logits_spec
-from torch_bridge.autograd import NAMESPACE, OPERATORS, first_order, graph
+from torch_bridge.autograd import OPERATORS, first_order, graph, register
 from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
 from torch_bridge.materialized.chunks import chunks, powers, wide
-from torch_bridge.materialized.kernels import Kernels
 from torch_bridge.materialized.losses import times
 
 
@@ -49,9 +48,6 @@ class Options(NamedTuple):
         return ("lse", "log_prob", "mean_log_prob") if self.mean else ("lse", "log_prob")
 
 
-_SCHEMA = "SymInt vocab_size, bool mean, float? softcap, float temperature, bool inplace"
-
-
 def row_statistics(
     logits: Tensor, index: Tensor, valid: Tensor | None, mean_weights: Tensor | None, options: Options
 ) -> dict[str, Tensor]:
@@ -72,7 +68,7 @@ def row_statistics(
     if not graph.serves((logits, index, valid, mean_weights)):
         found = OPERATORS.materialized_row_statistics(*arguments)
     elif torch.is_grad_enabled() and logits.requires_grad:
-        function: Any = _RowStatistics
+        function: Any = _Eager
         found = function.apply(*arguments)
     else:
         found = _forward(*arguments)
@@ -84,17 +80,16 @@ def _forward(
 ) -> list[Tensor]:
     """The statistics; behind them what the kernels' gradient is made of `[2, N]`, and which rows have none."""
     options, logits = Options(*static), logits.detach()
-    served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
+    served, parts, columns = _served(logits, index, mean_weights, options)
     found = {name: x.zero_() for name, x in _empty_statistics(logits, index, options).items()}
     normaliser = found["lse"].new_zeros(len(kernels.KEPT), *found["lse"].shape)
-    cut = powers if served else chunks
-    for part, rows in cut(logits):
+    for part, rows in parts:
         if served and served.serve(rows):
             if valid is None:
                 rows.gather(1, index[part])  # raises an error for an index out of range
             names = (*found, *kernels.KEPT)
             given = {"rows": rows, "ids": index[part, 0].int(), "u": columns}
-            *values, normaliser[0, part], normaliser[1, part] = served.run(kernels.statistics, names, given)
+            *values, normaliser[0, part], normaliser[1, part] = served.run(kernels.statistics, names, given, False)
         else:
             values = _statistics(rows, index[part], mean_weights, options)
         for kept, value in zip(found.values(), values, strict=True):
@@ -119,13 +114,11 @@ def _backward(
 ) -> Tensor:
     """The logits' gradient, in memory of its own or in theirs."""
     options, logits = Options(*static), logits.detach()
-    served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
+    served, parts, columns = _served(logits, index, mean_weights, options)
     given = {name: x for name, x in zip(options.names, cotangents, strict=True) if x is not None}
     gradient = logits if options.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    by_row = gradient if options.inplace else gradient.view(logits.shape[:-1].numel(), logits.shape[-1])
-    cut = powers if served else chunks
-    for part, rows in cut(logits):
-        of_rows = rows if options.inplace else by_row[part]
+    for part, rows in parts:
+        of_rows = rows if options.inplace else gradient.view(-1, logits.shape[-1])[part]
         by_name = {name: x[part] for name, x in given.items()}
         if served and served.serve(rows):
             if not options.inplace:
@@ -133,7 +126,7 @@ def _backward(
             by_name = {name: x.view(-1) for name, x in by_name.items()}
             of_row = {"ids": index[part, 0].int(), "valid": ~without_gradient[part], "u": columns}
             kept = dict(zip(kernels.KEPT, normaliser[:, part], strict=True))
-            served.run(kernels.gradient, tuple(by_name), {"rows": of_rows, **of_row, **kept, **by_name})
+            served.run(kernels.gradient, tuple(by_name), {"rows": of_rows, **of_row, **kept, **by_name}, True)
             continue
         found = _gradient(rows, index[part], mean_weights, by_name, options)
         of_rows[:, : options.vocab_size] = found.masked_fill_(without_gradient[part, None], 0.0)
@@ -189,23 +182,20 @@ def _logits(rows: Tensor, options: Options) -> Tensor:
     return rows if options.softcap is None else (rows.to(dtype) / options.softcap).tanh_().mul_(options.softcap)
 
 
-def _kernels(logits: Tensor, index: Tensor, options: Options) -> Kernels | None:
-    served = spec(logits, options.vocab_size, options.softcap)
-    return kernels.serving(logits, served) if index.shape[1] == 1 and options.temperature == 1.0 else None
+def _served(logits: Tensor, index: Tensor, mean_weights: Tensor | None, options: Options) -> tuple[Any, Any, Any]:
+    """The kernels or None, the parts of the rows, and the mean's u as kernels take it, `[V']` and 0 for padding."""
+    served, columns = None, None
+    if index.shape[1] == 1 and options.temperature == 1.0:
+        served = kernels.serving(logits, spec(logits, options.vocab_size, options.softcap))
+    if served and options.mean:
+        columns = torch.zeros(logits.shape[-1], dtype=wide(logits.dtype), device=logits.device)
+        columns[: options.vocab_size] = 1.0 / options.vocab_size if mean_weights is None else mean_weights
+    return served, (powers if served else chunks)(logits), columns
 
 
 def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> HeadSpec:
     """Static facts of the logits, checked."""
     return read_logits_spec(jax.ShapeDtypeStruct(logits.shape, TO_JAX[logits.dtype]), vocab_size or None, softcap)
-
-
-def _by_column(logits: Tensor, mean_weights: Tensor | None, options: Options) -> Tensor | None:
-    """The u of the mean as the kernels take it, `[V']`: 0 for padding; None where there is no mean."""
-    if not options.mean:
-        return None
-    padded = torch.zeros(logits.shape[-1], dtype=wide(logits.dtype), device=logits.device)
-    padded[: options.vocab_size] = 1.0 / options.vocab_size if mean_weights is None else mean_weights
-    return padded
 
 
 def _empty_statistics(logits: Tensor, index: Tensor, options: Options) -> dict[str, Tensor]:
@@ -226,16 +216,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], compute: Any = None) -> tuple[Tensor | None, ...]:
-    """The gradients of all arguments; by the operator, unless `compute` is given."""
+def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], eager: bool = False) -> tuple[Tensor | None, ...]:
+    """The gradients of all arguments."""
     gradient, given = None, list(cotangents[:-2])
     if any(x is not None for x in given):
-        compute = compute or OPERATORS.materialized_row_statistics_backward
+        # Only the operator raises where the gradient is to be differentiated in turn.
+        past = eager and not torch.is_grad_enabled()
+        compute = _backward if past else OPERATORS.materialized_row_statistics_backward
         gradient = compute(*ctx.saved_tensors, given, *ctx.static)
     return gradient, *[None] * (3 + len(Options._fields))
 
 
-class _RowStatistics(torch.autograd.Function):
+class _Eager(torch.autograd.Function):
     """`(logits, index, valid, mean_weights, *options)` to what `_forward` returns, past the dispatcher."""
 
     @staticmethod
@@ -246,35 +238,21 @@ class _RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, cotangents, _final_backward)
+        return _differentiate(ctx, cotangents, eager=True)
 
 
-def _final_backward(logits: Tensor, *arguments: Any) -> Tensor:
-    with torch.no_grad():
-        gradient = _backward(logits, *arguments)
-    cotangents = arguments[-len(Options._fields) - 1]
-    return first_order.final([gradient], (logits, *cotangents))[0]
-
-
-def _backward_in_own_memory(*arguments: Any) -> Tensor:
-    """An operator that may be compiled does not overwrite the logits: a compiled graph plans all memory itself."""
-    return _backward(*arguments[:-1], False)
-
-
-_forward_operator = torch.library.custom_op(
-    f"{NAMESPACE}::materialized_row_statistics",
+_STATIC = "SymInt vocab_size, bool mean, float? softcap, float temperature, bool inplace"
+register(
+    "materialized_row_statistics",
     _forward,
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor index, Tensor? valid, Tensor? mean_weights, {_SCHEMA}) -> Tensor[]",
-)
-_forward_operator.register_fake(_forward_shapes)
-_forward_operator.register_autograd(_differentiate, setup_context=_save)
-_backward_operator = torch.library.custom_op(
-    f"{NAMESPACE}::materialized_row_statistics_backward",
-    _backward_in_own_memory,
-    mutates_args=(),
-    schema="(Tensor logits, Tensor index, Tensor? mean_weights, Tensor normaliser, Tensor without_gradient, "
-    f"Tensor?[] cotangents, {_SCHEMA}) -> Tensor",
-)
-_backward_operator.register_fake(lambda logits, *_: logits.new_empty(logits.shape))
-_backward_operator.register_autograd(first_order.refuse)
+    f"(Tensor logits, Tensor index, Tensor? valid, Tensor? mean_weights, {_STATIC}) -> Tensor[]",
+    _forward_shapes,
+).register_autograd(_differentiate, setup_context=_save)
+register(
+    "materialized_row_statistics_backward",
+    # What may be compiled does not overwrite the logits: a compiled graph plans all memory itself.
+    lambda *arguments: _backward(*arguments[:-1], False),
+    "(Tensor logits, Tensor index, Tensor? mean_weights, Tensor normaliser, Tensor without_gradient, "
+    f"Tensor?[] cotangents, {_STATIC}) -> Tensor",
+    lambda logits, *_: logits.new_empty(logits.shape),
+).register_autograd(first_order.refuse)

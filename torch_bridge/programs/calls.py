@@ -9,7 +9,7 @@ tokens, and two more for each doubling.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,21 +24,17 @@ from torch_bridge.programs.program import Program, Shape
 _PROGRAMS = 1024
 _BLOCK = 4096
 
-# Below 1024 rows the memory of padding does not matter and compilations do; from there on powers of two, which are
-# what batches of one size usually have.
-_SMALLEST = (256, 1024)
-
 
 def bucket(rows: int) -> int:
     """The number of rows to compile for: the smallest of 256, 1024, 2048, 4096, … that holds `rows`.
 
+    Below 1024 rows the memory of padding does not matter and compilations do; from there on powers of two, which are
+    what batches of one size usually have.
+
     >>> [bucket(rows) for rows in (0, 256, 257, 5000, 8192)]
     [256, 256, 1024, 8192, 8192]
     """
-    for size in _SMALLEST:
-        if rows <= size:
-            return size
-    return 1 << (rows - 1).bit_length()
+    return 256 if rows <= 256 else max(1024, 1 << (rows - 1).bit_length())
 
 
 def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int] = frozenset()) -> list[Any]:
@@ -46,11 +42,9 @@ def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int]
 
     Results are tensors; at the places `staying` they are JAX's arrays, with the padding of the program's rows.
     """
-    arrays, given = program.signature.arrays, _in_memory_order(program, tensors)
-    found = _run(program.forward, program, given, arrays, tensors[0], staying)
-    if (tokens := tensors[0].shape[0]) == program.rows:
-        return found
-    return _without_padding(found, program.found, tokens)
+    given = _in_memory_order(program, tensors)
+    found = _run(program.forward, program, given, program.signature.arrays, tensors[0], staying)
+    return _without_padding(program, found, program.found, tensors[0])
 
 
 def backward(
@@ -61,15 +55,10 @@ def backward(
     asked: tuple[str, ...],
     total: Tensor | None = None,
 ) -> list[Tensor]:
-    """The gradients of the inputs in `asked`.
+    """The gradients of the inputs in `asked`, from the forward's inputs and `saved`, all that it returned.
 
-    Args:
-        program: the forward's.
-        tensors: its inputs.
-        saved: what it returned, as tensors or arrays; outputs that `Program.reread` does not name may be missing.
-        cotangents: of the differentiable outputs; None is zero.
-        asked: names of inputs.
-        total: a sum that `adds_to` says the weight's gradient can be added to; it is returned in place of that.
+    Outputs that `Program.reread` does not name may be missing. A cotangent that is None is zero. A `total` to which
+    `adds_to` says the weight's gradient can be added is returned in place of that.
     """
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]), adds=total is not None)
     taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
@@ -78,7 +67,7 @@ def backward(
         taken.append(total)
         of_taken = (*of_taken, ("main_grad", Shape(tuple(total.shape), np.dtype(np.float32))))
     read, shapes = [taken[i] for i in compiled.reads], [of_taken[i] for i in compiled.reads]
-    found = _as_inputs(program, _run(compiled.run, program, read, shapes, tensors[0]), asked, tensors[0].shape[0])
+    found = _as_inputs(program, _run(compiled.run, program, read, shapes, tensors[0]), asked, tensors[0])
     if total is not None:
         place = asked.index("linear_weight")
         found[place] = exchange.written(total, found[place])
@@ -93,26 +82,21 @@ def adds_to(program: Program, total: Tensor, weight: Tensor, asked: tuple[str, .
 
 
 def handed_over(
-    program: Program,
-    tensors: Sequence[Tensor],
-    saved: Sequence[Tensor | jax.Array | None],
-    upstream: Tensor,
-    asked: tuple[str, ...],
+    program: Program, tensors: Sequence[Tensor], saved: Sequence[Any], upstream: Any, asked: tuple[str, ...]
 ) -> list[Tensor]:
     """Gradients of `Program.scaled`, in the memory of what the forward returned, which is lost; see `backward`.
 
     For the last backward of a graph: neither the host launches a program of JAX's nor does memory hold both.
     """
-    found = [cast(Tensor, saved[program.scaled[name]]).detach() for name in asked]
+    found = [saved[program.scaled[name]].detach() for name in asked]
     scale_(found, upstream)
-    return _as_inputs(program, found, asked, tensors[0].shape[0])
+    return _as_inputs(program, found, asked, tensors[0])
 
 
-def _as_inputs(program: Program, found: list[Tensor], names: tuple[str, ...], tokens: int) -> list[Tensor]:
+def _as_inputs(program: Program, found: list[Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
     """Gradients of those inputs as the tensors lie that came in."""
-    if tokens != program.rows:
-        of = dict(program.signature.arrays)
-        found = _without_padding(found, [of[name] for name in names], tokens)
+    of = dict(program.signature.arrays)
+    found = _without_padding(program, found, [of[name] for name in names], like)
     if program.signature.options.vocab_axis and "linear_weight" in names:
         position = names.index("linear_weight")
         found[position] = found[position].t()
@@ -130,7 +114,7 @@ def _in_memory_order(program: Program, tensors: Sequence[Tensor]) -> Sequence[Te
 def _run(
     compiled: Callable[..., Sequence[jax.Array]],
     program: Program,
-    given: Sequence[Tensor | jax.Array],
+    given: Sequence[Any],
     shapes: Sequence[tuple[str, Shape]],
     like: Tensor,
     staying: frozenset[int] = frozenset(),
@@ -146,9 +130,11 @@ def _run(
     return exchange.run(compiled, [name for name, _ in shapes], given, like.device, staying)
 
 
-def _without_padding(found: Sequence[Any], shapes: Sequence[Shape], tokens: int) -> list[Any]:
-    """The first `tokens` rows of the tensors that have rows."""
-    return [x[:tokens] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, shapes, strict=True)]
+def _without_padding(program: Program, found: list[Any], shapes: Sequence[Shape], like: Tensor) -> list[Any]:
+    """The rows that the call has, of the tensors that have rows."""
+    if (rows := like.shape[0]) == program.rows:
+        return found
+    return [x[:rows] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, shapes, strict=True)]
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:

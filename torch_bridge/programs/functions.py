@@ -1,7 +1,7 @@
 """The functions of `pallas_ce` on named arrays, with PyTorch's names for the arguments. No PyTorch in here."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +9,7 @@ import jax.numpy as jnp
 
 import pallas_ce
 from pallas_ce import LowRank
-from pallas_ce.api.integration import (
-    Known,
-    PerInput,
-    cross_entropy_steps,
-)
+from pallas_ce.api.integration import Known, PerInput, cross_entropy_steps
 
 Arrays = Mapping[str, jax.Array]
 Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -54,7 +50,7 @@ class Options(NamedTuple):
 
 
 # The names in `pallas_ce` of tensors that have another name here.
-_NAMES = {
+NAMES = {
     "input": "hidden",
     "linear_weight": "weight",
     "linear_up": "up",
@@ -81,7 +77,7 @@ class Function(NamedTuple):
         static = options._asdict()
         static |= {"temperature": options.fixed_temperature, "statistics": options.statistics.split(",")}
         static |= {"teacher_vocab_axis": 0, "teacher_precision": options.precision}
-        named: dict[str, Any] = {_NAMES.get(name, name): x for name, x in arrays.items()}
+        named: dict[str, Any] = {NAMES.get(name, name): x for name, x in arrays.items()}
         up, down = named.pop("up", None), named.pop("down", None)
         if up is not None and down is not None:
             # Like the weight `[V, H]`, but these are small: where that lies as `[H, V]` they are transposed here.
@@ -91,11 +87,6 @@ class Function(NamedTuple):
         if "backward" in parameters:
             static["backward"] = _mode(options, named["hidden"], named["weight"])
         return self.steps.read(**{name: x for name, x in static.items() if name in parameters} | named)
-
-    def keep(self, checked: Any, names: frozenset[str]) -> Known | None:
-        """What a backward needs for the gradients of these inputs."""
-        found: Known | None = self.steps.keep(*checked, _needs_grad(names))
-        return found
 
     def compute(self, checked: Any, known: Any) -> Outputs:
         """Outputs with gradients, and others: numbers, or arrays by row, in the order of the result's fields."""
@@ -107,32 +98,27 @@ class Function(NamedTuple):
         floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
         return floating, tuple(x for x in values if not jnp.issubdtype(x.dtype, jnp.floating))
 
-    def scaled(self, checked: Any, known: Known | None) -> Arrays:
-        """By names of inputs, in_forward's sums: gradients but for the loss's cotangent, where that alone is missing.
+    def shortcuts(self, checked: Any, known: Known | None) -> tuple[Arrays, frozenset[str]]:
+        """What spares the loss's backward work, by names of inputs.
 
-        A program finishes the sums of a low-rank term, which are small and transposed where the weight is `[H, V]`.
+        First in_forward's sums: gradients but for the loss's cotangent, where that alone is missing. A program finishes
+        the sums of a low-rank term, which are small and transposed where the weight is `[H, V]`. Then the inputs whose
+        gradients `add_gradients` makes: where a backward recomputes, for one number's cotangent.
         """
-        if known is None or self.steps is not cross_entropy_steps or checked[-1].logit_scale is not None:
-            return {}
-        sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
-        return {name: x for name, x in sums.items() if x is not None}
-
-    def adds(self, checked: Any, known: Known | None) -> frozenset[str]:
-        """Names of inputs whose gradients `add` makes: where a backward recomputes, for one number's cotangent."""
-        if self.steps is not cross_entropy_steps or known is None or any(x is not None for x in known.sums):
-            return frozenset()
-        problem = checked[-1]
-        served = not problem.options.by_row and problem.up is None
-        return frozenset(("input", "linear_weight", "linear_bias") if served else ())
-
-    def add(self, checked: Any, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]) -> Arrays:
-        """Gradients by names; in place of the weight's the float32 `total` with it added where it lies."""
-        found = self.steps.add_gradients(*checked, known, _needs_grad(names), cotangent, total)
-        return {name: getattr(found, _NAMES[name]) for name in names}
+        if known is None or self.steps is not cross_entropy_steps:
+            return {}, frozenset()
+        problem, sums = checked[-1], known.sums
+        if all(x is None for x in sums):
+            adds = not problem.options.by_row and problem.up is None
+            return {}, frozenset(("input", "linear_weight", "linear_bias") if adds else ())
+        named = {"input": sums.hidden, "linear_weight": sums.weight, "linear_bias": sums.bias}
+        scaled = problem.logit_scale is None
+        return {name: x for name, x in named.items() if scaled and x is not None}, frozenset()
 
 
-def _needs_grad(names: frozenset[str]) -> PerInput[bool]:
-    wanted = {_NAMES.get(name, name) for name in names}
+def needs_grad(names: Iterable[str]) -> PerInput[bool]:
+    """Flags of the inputs with these names."""
+    wanted = {NAMES.get(name, name) for name in names}
     return PerInput(*(name in wanted for name in PerInput._fields))
 
 

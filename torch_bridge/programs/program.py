@@ -16,7 +16,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from torch_bridge.dlpack.exchange import words_to_int32
-from torch_bridge.programs.functions import Arrays, Function, Options
+from torch_bridge.programs.functions import NAMES, Arrays, Function, Options, needs_grad
 
 # The weight is the second array of every signature.
 WEIGHT = 1
@@ -146,7 +146,7 @@ class Program:
         function, differentiated = self.signature.function, self.signature.differentiated
         arrays = self._named(inputs)
         problem = function.read(self.signature.options, arrays)
-        known = function.keep(problem, frozenset(differentiated)) if differentiated else None
+        known = function.steps.keep(*problem, needs_grad(differentiated)) if differentiated else None
         differentiable, others = function.compute(problem, known)
         outputs = [*differentiable, *others]
         self.differentiable, self.outputs = len(differentiable), len(outputs)
@@ -164,10 +164,9 @@ class Program:
         # Of these, hidden's sum is by row, like the statistics.
         of_head = None if known is None else known.sums._replace(hidden=None)
         self._of_head = frozenset(map(index, jax.tree.leaves(of_head)))
-        scaled = function.scaled(problem, known) if differentiated else {}
+        scaled, self.adds = function.shortcuts(problem, known)
         self.scaled: dict[str, int] = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
         self.sums = 0 if known is None else sum(x is not None for x in (known.sums.hidden, known.sums.weight))
-        self.adds: frozenset[str] = function.adds(problem, known) if differentiated else frozenset()
         return tuple(outputs)
 
     def _backward(self, asked: tuple[str, ...], adds: bool, *flat: Any) -> tuple[jax.Array, ...]:
@@ -176,8 +175,10 @@ class Program:
         known = jax.tree.map(lambda i: flat[inputs + i], self._known)
         if adds:
             cotangent, total = cotangents
-            of_sum = function.add(function.read(options, arrays), known, cotangent, total, frozenset(asked))
-            return tuple(of_sum[name] for name in asked)
+            # In place of the weight's gradient the float32 `total`, with it added where it lies.
+            problem, needed = function.read(options, arrays), needs_grad(asked)
+            of_sum = function.steps.add_gradients(*problem, known, needed, cotangent, total)
+            return tuple(getattr(of_sum, NAMES[name]) for name in asked)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
             problem = function.read(options, {**arrays, **varied})
@@ -192,7 +193,5 @@ class Program:
         return tuple(gradients[name] for name in asked)
 
 
-@functools.lru_cache(maxsize=1024)
-def program(signature: Signature, rows: int) -> Program:
-    """The program of a signature for a number of rows."""
-    return Program(signature, rows)
+# The program of a signature for a number of rows.
+program = functools.lru_cache(maxsize=1024)(Program)
