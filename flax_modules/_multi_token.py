@@ -6,9 +6,11 @@ Everything here works on one row of tokens at a time, the last axis of `labels`;
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from flax_modules._head import HeadCalls
@@ -39,15 +41,16 @@ class Heads:
     count: int
     projects: bool
 
-    @property
-    def precision(self) -> str | None:
-        """The precision of the projections: the first head's."""
-        asked = self.of(0).precision
-        return None if asked is None else precision_name(asked)
-
     def of(self, i: int) -> HeadCalls:
         """The head of the token `i + 1` ahead."""
         return self.given[i] if len(self.given) > 1 else self.given[0]
+
+    def of_projections(self, param_dtype: Dtype, kernel_init: Initializer) -> dict[str, Any]:
+        """The options of the layers that project: they compute as the first head does."""
+        dtype, asked = self.of(0).dtype, self.of(0).precision
+        precision = None if asked is None else precision_name(asked)
+        computed = {"use_bias": False, "dtype": dtype, "precision": precision}
+        return {**computed, "param_dtype": param_dtype, "kernel_init": kernel_init}
 
 
 class MultiTokenCalls:

@@ -64,18 +64,9 @@ class MultiTokenLossHead(MultiTokenCalls, nn.Module):
     def setup(self) -> None:
         """Creates the projections; the heads were given."""
         heads = self._heads()
-        first = heads.of(0)
-        self.projections = [
-            nn.Dense(
-                first.features,
-                use_bias=False,
-                dtype=first.dtype,
-                param_dtype=self.param_dtype,
-                precision=heads.precision,
-                kernel_init=self.projection_init,
-            )
-            for _ in range(1, heads.count if heads.projects else 1)
-        ]
+        options = heads.of_projections(self.param_dtype, self.projection_init)
+        count = heads.count - 1 if heads.projects else 0
+        self.projections = [nn.Dense(heads.of(0).features, **options) for _ in range(count)]
 
     def _heads(self) -> Heads:
         return read_heads(self.head, self.num_tokens, self.project_hidden)

@@ -81,10 +81,10 @@ class LossHead(HeadCalls, nnx.Module):
 
     def __post_init__(
         self,
-        kernel_metadata: Mapping[str, Any],
-        bias_metadata: Mapping[str, Any],
-        lora_a_metadata: Mapping[str, Any],
-        lora_b_metadata: Mapping[str, Any],
+        kernel_metadata: Any,
+        bias_metadata: Any,
+        lora_a_metadata: Any,
+        lora_b_metadata: Any,
         rngs: nnx.Rngs | None,
     ) -> None:
         """Creates the parameters the head owns."""

@@ -89,21 +89,10 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
         if self.project_hidden and self.num_tokens > 1:
             if rngs is None:
                 raise ValueError("rngs=None, but there are hidden projections to initialise: pass rngs=nnx.Rngs(seed)")
-            features, dtype = heads.of(0).features, heads.of(0).dtype
+            options = {**heads.of_projections(param_dtype, projection_init), "kernel_metadata": projection_metadata}
+            width = heads.of(0).features
             for _ in range(1, self.num_tokens):
-                self.projections.append(
-                    nnx.Linear(
-                        features,
-                        features,
-                        use_bias=False,
-                        dtype=dtype,
-                        param_dtype=param_dtype,
-                        precision=heads.precision,
-                        kernel_init=projection_init,
-                        kernel_metadata=projection_metadata,
-                        rngs=rngs,
-                    )
-                )
+                self.projections.append(nnx.Linear(width, width, rngs=rngs, **options))
 
     def _heads(self) -> Heads:
         return Heads(self.heads, self.num_tokens, self.project_hidden)

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_ce.backends.protocol import Backward
 from pallas_ce.parallel.mesh_axes import MeshAxes
+from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.row import STATISTICS, needs_labels
 
@@ -24,11 +25,6 @@ type DTypeLike = jax.typing.DTypeLike
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-5, 1e30
 _TEMPERATURES = f"{_LEAST_TEMPERATURE:g}, at most {_MOST_TEMPERATURE:g})"  # torch.compile takes no number into a text
 
-_LONGEST_SHOWN = 200
-
-# Rows at a time of `chunked_cross_entropy`, where its caller does not say.
-DEFAULT_CHUNK = 4096
-
 
 def shown(value: Any) -> str:
     """`repr(value)` for an error message: shortened where it is long, and of values whose `repr` fails too."""
@@ -36,7 +32,7 @@ def shown(value: Any) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or an int of more digits than Python prints
         return f"<{type(value).__name__}>"
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN // 2]}…"
+    return text if len(text) <= 200 else f"{text[:100]}…"
 
 
 def no_tensor(name: str, value: Any) -> None:
@@ -92,7 +88,7 @@ def count(name: str, value: Any, most: int, in_words: str) -> int:
 
 def chunk(name: str, value: Any) -> int:
     """A number of rows; 0 stands for the default."""
-    return integer(name, value, f"a positive int, or 0 for {DEFAULT_CHUNK}", 0) or DEFAULT_CHUNK
+    return integer(name, value, "a positive int, or 0 for 4096", 0) or 4096
 
 
 def choice(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -106,14 +102,26 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def check_labels(labels: Any, leading: tuple[int, ...], of: str = "hidden's", several: bool = False) -> None:
-    """Integers (not bool), one for each token; with `several`, or K of them."""
+def labels(
+    value: Any,
+    leading: tuple[int, ...],
+    vocab_size: int,
+    ignore_index: int | None,
+    validate: bool,
+    of: str = "hidden's",
+    several: bool = False,
+) -> jax.Array:
+    """Integers (not bool), one for each token, or `several`; with `validate`, their values are checked too."""
+    labels = ids("labels", value)
     integers("labels have", labels, "they must be integers")
     many = several and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0
     if labels.shape[: -1 if many else None] != leading:
         either = ", or that with K >= 1 labels for each row behind it," if several else ""
         order = "; arguments come as hidden, weight, labels" if of == "hidden's" else ""
         raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed{order}")
+    if validate:
+        label_rule.check(labels, ignore_index, vocab_size)
+    return label_rule.as_array(labels)
 
 
 def integers(has: str, values: Any, needed: str = "it must be an integer one") -> None:
@@ -143,11 +151,20 @@ def ignored(ignore_index: Any) -> int | None:
 
 def by_row(name: str, value: Any | None, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array | None:
     """`value` as an array with one entry for each token; None stays None."""
+    return _shaped(name, value, leading, f"{of} leading shape {leading} is needed")
+
+
+def by_column(name: str, value: Any | None, vocab_size: int) -> jax.Array | None:
+    """`value` as an array with one entry for each vocabulary entry; None stays None."""
+    return _shaped(name, value, (vocab_size,), f"it must be ({vocab_size},), one entry for each of vocab_size")
+
+
+def _shaped(name: str, value: Any | None, shape: tuple[int, ...], needed: str) -> jax.Array | None:
     if value is None:
         return None
     values = _real(name, array(name, value))
-    if values.shape != leading:
-        raise ValueError(f"{name} has shape {values.shape}; {of} leading shape {leading} is needed")
+    if values.shape != shape:
+        raise ValueError(f"{name} has shape {values.shape}; {needed}")
     return values
 
 
@@ -216,18 +233,6 @@ def _scalar_or_by_row(
     if values.shape not in ((), leading):
         raise ValueError(
             f"{name} has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
-        )
-    return values
-
-
-def by_column(name: str, value: Any | None, vocab_size: int) -> jax.Array | None:
-    """`value` as an array with one entry for each vocabulary entry; None stays None."""
-    if value is None:
-        return None
-    values = _real(name, array(name, value))
-    if values.shape != (vocab_size,):
-        raise ValueError(
-            f"{name} has shape {values.shape}; it must be ({vocab_size},), one entry for each of vocab_size"
         )
     return values
 
@@ -310,11 +315,6 @@ def key(value: Any) -> Any:
 def is_known(value: Any, constant: float) -> bool:
     """Whether a scalar is a Python or NumPy number of just that value: then its term is left out when compiling."""
     return is_plain(value) and float(value) == constant
-
-
-def check_scratch_bytes(value: Any | None) -> int | None:
-    """`scratch_bytes` as a positive int or None."""
-    return None if value is None else integer("scratch_bytes", value, "a positive int, or None for the default", 1)
 
 
 def sequence_of_names(argument: str, names: Any) -> tuple[str, ...]:

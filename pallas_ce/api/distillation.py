@@ -16,6 +16,7 @@ from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.parallel.entry import program
+from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.divergences import Divergence, Name
 from pallas_ce.streaming.gradient_products import PerInput
 from pallas_ce.streaming.rows import flat_rows
@@ -185,7 +186,7 @@ def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Kno
     if not student.tokens:
         values = jnp.zeros(student.leading, student.spec.accumulator)
     elif pair.how.mode is not None:
-        values = two_heads.row_divergences(pair, given._replace(known=known))
+        values = two_heads.row_divergences(pair, reverse_mode_only(given._replace(known=known)))
     else:
         batch, mask, hidden = flat_rows(student.leading, (given.batch, given.mask, given.inputs.hidden))
         values = reference.divergences(

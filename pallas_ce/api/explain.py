@@ -200,24 +200,20 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     parts = {"hidden": part.hidden, "weight": part.weight}
     asked = {name: getattr(problem, name) for name, flag in needs_grad._asdict().items() if flag}
     gradients = sum(x.size * x.dtype.itemsize // parts.get(name, 1) for name, x in asked.items() if x.ndim)
-    told = Explanation(
+    told = functools.partial(
+        Explanation,
         how.implementation,
         how.implementation_reason,
         mode,
         how.mode_reason if differentiated or how.mode is None else "nothing is differentiated",
         gemms=1 + needed.hidden + needed.weight + (mode == "recompute"),
-        rows=None,
-        columns=None,
-        # Logits, probabilities and their gradient, as plain differentiation keeps them.
-        scratch_bytes=(3 if differentiated else 2) * logits,
-        accumulator_bytes=0,
         gradient_bytes=gradients,
-        peak_bytes=(3 if differentiated else 2) * logits + gradients,
         logits_bytes=logits,
         stored_bytes=(2 if differentiated else 1) * logits + gradients,
     )
-    if how.mode is None:
-        return told
+    if how.mode is None:  # logits, probabilities and their gradient, as plain differentiation keeps them
+        kept = (3 if differentiated else 2) * logits
+        return told(rows=None, columns=None, scratch_bytes=kept, accumulator_bytes=0, peak_bytes=kept + gradients)
     # What the mesh splits is summed up in the accumulator dtype, without the ways of a single device.
     alone = mode == "in_forward" and not part.words
     weight_sum = how.weight_sum(spec, problem.weight.dtype, needs_grad, Shards()) if alone else WeightSum()
@@ -247,8 +243,7 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
         copied = spec.weight_rows * spec.hidden_size * spec.dtype.itemsize
     # Statistics, coefficients, order: a few numbers each; and for each further target.
     by_row = (16 + 8 * (problem.batch_spec.targets or 0)) * tokens * wide
-    return dataclasses.replace(
-        told,
+    return told(
         rows=plan.rows,
         columns=plan.columns,
         scratch_bytes=scratch,

@@ -81,12 +81,8 @@ def linear_cross_entropy(
     return found if return_metrics else found[0]
 
 
-# What `compute` and `keep` take.
-Checked = tuple[Problem]
-
-
-def read(hidden: Any, weight: Any, labels: Any, **options: Any) -> Checked:
-    """Checks the arguments of `linear_cross_entropy`."""
+def read(hidden: Any, weight: Any, labels: Any, **options: Any) -> tuple[Problem]:
+    """Checks the arguments of `linear_cross_entropy`, for `compute` and `keep`."""
     return (Problem.read(hidden, weight, ids("labels", labels), **options).decided(),)
 
 

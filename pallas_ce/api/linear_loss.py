@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
+from jax.interpreters import partial_eval
 
 from pallas_ce.api.checks import ArrayLike, array
 from pallas_ce.api.documented import documented
@@ -194,8 +194,5 @@ def _statistics_read(
         raise ValueError(
             f"row_loss returned {described} for {tokens} rows; it must return floating [{tokens}]{without}"
         )
-    valid = {v for v in traced.jaxpr.outvars if isinstance(v, jex.Var)}
-    for equation in reversed(traced.jaxpr.eqns):
-        if valid.intersection(equation.outvars):
-            valid.update(v for v in equation.invars if isinstance(v, jex.Var))
-    return tuple(name for name, v in zip(names, traced.jaxpr.invars, strict=False) if v in valid)
+    _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
+    return tuple(name for name, read in zip(names, used, strict=False) if read)

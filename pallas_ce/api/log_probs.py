@@ -141,10 +141,6 @@ def linear_log_probs(
     return found if more else found.log_probs
 
 
-# What `compute` and `keep` take.
-Checked = tuple[tuple[str, ...], Problem, jax.Array | None]
-
-
 def read(
     hidden: Any,
     weight: Any,
@@ -155,8 +151,8 @@ def read(
     return_sum_sq_probs: bool,
     return_hit: bool,
     **options: Any,
-) -> Checked:
-    """Checks the arguments of `linear_log_probs`. With a support the problem is decided for K targets a row."""
+) -> tuple[tuple[str, ...], Problem, jax.Array | None]:
+    """Checks the arguments of `linear_log_probs`; with a support the problem is decided for K targets a row."""
     problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
     names = tuple(name for name, wanted in asked.items() if wanted)

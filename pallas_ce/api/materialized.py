@@ -12,7 +12,7 @@ from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import StoredOptions
 from pallas_ce.api.options import read_options
-from pallas_ce.api.problem import Problem, read_labels
+from pallas_ce.api.problem import Problem
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import NO_WEIGHT, HeadSpec
 from pallas_ce.modes import evaluate
@@ -250,7 +250,7 @@ def _read(
 ) -> Problem:
     logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
     spec = specs.logits_spec(logits, vocab_size, logit_softcap)
-    labels = read_labels(labels, logits.shape[:-1], spec, ignore_index, validate_labels, "logits'")
+    labels = arguments.labels(labels, logits.shape[:-1], spec.vocab_size, ignore_index, validate_labels, "logits'")
     return _problem(spec, logits, labels, ignore_index, **options)
 
 

@@ -13,7 +13,7 @@ from pallas_ce.api.options import Options, read_options
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.backends.select import warn_once
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
-from pallas_ce.modes.how import How, Task, decide
+from pallas_ce.modes.how import WORK, How, Task, decide
 from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.streaming.loops import varying
@@ -104,12 +104,15 @@ class Problem:
                 spec = dataclasses.replace(spec, softcap=softcap)
             temperature = None
         if labels is not None:
-            labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
+            of_head = leading, spec.vocab_size, ignore_index, validate_labels
+            labels = arguments.labels(labels, *of_head, several=several)
         elif validate_labels:
             raise ValueError("validate_labels=True needs labels, which is None")
         row_mask = arguments.row_mask(row_mask, leading)
         if shift := arguments.shift(shift, labels, leading):
             refuse_shift(shift, (hidden, labels))
+        if scratch_bytes is not None:
+            arguments.integer("scratch_bytes", scratch_bytes, "a positive int, or None for the default", 1)
         problem = cls(
             hidden=hidden,
             weight=given.weight,
@@ -125,12 +128,12 @@ class Problem:
             spec=spec,
             ignore_index=ignore_index,
             implementation=implementation,
-            scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+            scratch_bytes=scratch_bytes,
             mesh_axes=mesh_axes,
             shift=shift,
             term_scale=given.scale,
         )
-        problem._check_split()
+        check_split(problem)
         return problem
 
     def tempered(self, temperature: Any, zero: bool = False) -> Self:
@@ -156,19 +159,12 @@ class Problem:
         arrays: Any | None = None,
         padded_share: HeadSpec | None = None,
     ) -> Self:
-        """Decides how the call is carried out.
+        """Decides how the call is carried out; `others` are its further arrays. See also `decide`.
 
-        Args:
-            others: its further arrays.
-            task: see `How`.
-            arrays: what may know the device; by default hidden states and weight.
-            padded_share: see `decide`.
+        Which device it is, `arrays` may know, by default hidden states and weight.
         """
-        shards = None
-        if task in ("head", "pair"):
-            if doubt := self._check_split():
-                warn_once(doubt)
-            shards = shards_of(self.mesh_axes, self, others)
+        if WORK[task].split and (doubt := check_split(self)):
+            warn_once(doubt)
         how = decide(
             self.spec,
             self.tokens,
@@ -179,14 +175,11 @@ class Problem:
             backward=self.options.backward,
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
-            shards=shards,
+            shards=shards_of(self.mesh_axes, self, others) if WORK[task].split else None,
             checked=bool(varying(self)),
             padded_share=padded_share,
         )
         return dataclasses.replace(self, how=how)
-
-    def _check_split(self) -> str | None:
-        return check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask))
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -229,20 +222,3 @@ class Problem:
         batch, head, mask = self.rows_that_count()
         batch, mask = flat_rows(self.leading, (batch, mask))
         return batch, head, mask
-
-
-def read_labels(
-    labels: Any,
-    leading: tuple[int, ...],
-    spec: HeadSpec,
-    ignore_index: int | None,
-    validate: bool,
-    of: str = "hidden's",
-    several: bool = False,
-) -> jax.Array:
-    """Checked labels, `several` for each token where that is allowed; with `validate`, their values too."""
-    labels = arguments.ids("labels", labels)
-    arguments.check_labels(labels, leading, of, several)
-    if validate:
-        label_rule.check(labels, ignore_index, spec.vocab_size)
-    return label_rule.as_array(labels)

@@ -69,12 +69,10 @@ def linear_row_statistics(
     return compute(*read(hidden, weight, labels, statistics=statistics, **options))
 
 
-# What `compute` and `keep` take.
-Checked = tuple[tuple[str, ...], Problem]
-
-
-def read(hidden: Any, weight: Any, labels: Any | None = None, *, statistics: Sequence[str], **options: Any) -> Checked:
-    """Checks the arguments of `linear_row_statistics`."""
+def read(
+    hidden: Any, weight: Any, labels: Any | None = None, *, statistics: Sequence[str], **options: Any
+) -> tuple[tuple[str, ...], Problem]:
+    """Checks the arguments of `linear_row_statistics`, for `compute` and `keep`."""
     # No label is special, and each row has cotangents of its own.
     problem = Problem.read(hidden, weight, labels, ignore_index=None, reduction="none", several=True, **options)
     return check_statistics(statistics, problem.labels), problem.decided()

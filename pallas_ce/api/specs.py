@@ -213,12 +213,7 @@ def _cap(logit_softcap: float | None) -> float | None:
 
 
 def _read_precision(precision: PrecisionLike) -> Precision | DotAlgorithmPreset:
-    """The member that it names.
-
-    Raises:
-        ValueError: a name that JAX does not know, or an algorithm for 8-bit operands.
-        TypeError: neither a name nor a member.
-    """
+    """The member that it names; refuses algorithms for 8-bit operands."""
     found = precision
     if isinstance(precision, str):
         named = DotAlgorithmPreset.__members__

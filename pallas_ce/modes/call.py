@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head
 from pallas_ce.modes.how import How
+from pallas_ce.parallel.shards import RowArrays
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 
 
@@ -44,6 +45,11 @@ class Call:
     how: How
     names: frozenset[str]
     row_total: RowTotal | None = None
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a handle carries the gradients, made in the forward."""
+        return self.how.mode == "in_forward" and self.row_total is not None
 
     @property
     def read(self) -> frozenset[str]:
@@ -87,6 +93,11 @@ class Operands(NamedTuple):
     known: Known | None = None
     cotangent: jax.Array | None = None
     weight_sum: jax.Array | None = None
+
+    @property
+    def rows(self) -> RowArrays:
+        """Which are streamed."""
+        return RowArrays(self.batch, self.mask)
 
     @property
     def differentiable(self) -> Arrays:

@@ -73,25 +73,25 @@ def _given(cotangents: Any) -> Any:
 
 
 def differentiable[Static, Out](
-    forward: Callable[[Static, Operands, PerInput[bool] | None], tuple[Out, Any]],
+    value: Callable[[Static, Operands], Out],
+    forward: Callable[[Static, Operands, PerInput[bool]], tuple[Out, Any]],
     backward: Callable[[Static, Operands, PerInput[bool], Any, Any], Arrays],
     *,
     instead: str = _USE_REFERENCE,
     reads_operands: bool = True,
 ) -> Callable[[Static, Operands], Out]:
-    """A function with gradients in hidden states and head, once; its other operands are constants to it.
+    """`value` with gradients in hidden states and head, once; its other operands are constants to it.
+
+    It takes operands that are `reverse_mode_only`.
 
     Args:
-        forward: `(static, operands, needs_grad) -> (out, kept)`; `needs_grad` is None where nothing is differentiated.
+        value: `(static, operands) -> out`, where nothing is differentiated.
+        forward: `(static, operands, needs_grad) -> (out, kept)`.
         backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, a cotangent is None
             where nothing depends on the output.
         instead: what can be differentiated twice, for an error.
         reads_operands: whether `backward` reads arrays of the operands; else their memory is free before.
     """
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def function(static: Static, operands: Operands) -> Out:
-        return forward(static, operands, None)[0]
 
     def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
         flags = primals.differentiable.map(lambda x: x is not None and x.perturbed)
@@ -109,19 +109,33 @@ def differentiable[Static, Out](
         zero: Any = jax.tree.map(lambda _: None, saved.operands)
         return (zero.replaced(gradients),)
 
+    function = jax.custom_vjp(value, nondiff_argnums=(0,))
     function.defvjp(saving, cotangents_of, symbolic_zeros=True)
-    return reverse_mode_only(function)
+    return function
+
+
+def _value(call: Call, operands: Operands) -> Any:
+    """Primitive statistics of the rows, and in mode in_forward the handle."""
+    how, names, known = call.how, call.names, operands.known
+    if operands.head.weight is NO_WEIGHT:
+        found = materialized.row_statistics(how, names, operands)
+    elif known is None:
+        found = forward_statistics(how, names)(operands.rows, operands.head, NO_ARRAYS)[0]
+    else:
+        found = only(known.statistics, names)
+    return in_forward.with_handle(call, operands, found) if call.in_forward else found
 
 
 # Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.
-_recomputed = differentiable(recompute.forward, recompute.backward)
-_of_logits = differentiable(materialized.forward, materialized.backward, instead=_USE_PLAIN_JAX)
+_recomputed = differentiable(_value, recompute.forward, recompute.backward)
+_of_logits = differentiable(_value, materialized.forward, materialized.backward, instead=_USE_PLAIN_JAX)
 
 # Statistics, which carry no gradient, and a scalar 0 with the gradient of the summed row totals. Therefore
 # `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: JAX's own
 # differentiation makes the gradient of `inputs`, and the handle the gradients of `hidden` and `head`.
-_with_handle = differentiable(in_forward.forward, in_forward.backward)
+_with_handle = differentiable(_value, in_forward.forward, in_forward.backward)
 _of_logits_with_handle = differentiable(
+    _value,
     materialized.forward_and_gradient,
     materialized.scaled_gradient,
     instead=_USE_PLAIN_JAX,
@@ -138,15 +152,15 @@ def statistics(call: Call, operands: Operands) -> dict[str, jax.Array]:
         rows, counted = flat_rows(batch.leading, (batch, mask))
         found = reference.row_statistics(call.names, rows, head, counted)
         return {name: value.reshape(*batch.leading, *value.shape[1:]) for name, value in found.items()}
-    return (_of_logits if head.weight is NO_WEIGHT else _recomputed)(call, operands)
+    return (_of_logits if head.weight is NO_WEIGHT else _recomputed)(call, reverse_mode_only(operands))
 
 
 def loss(call: Call, operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`Σ row_total` over the rows that count or, `by_row`, each `[...]`, 0 where masked; and constant statistics."""
     handle = jnp.zeros((), operands.head.spec.accumulator)
-    if call.how.mode == "in_forward" and operands.batch.hidden.size > 0:
+    if call.in_forward and operands.batch.hidden.size > 0:
         way = _of_logits_with_handle if operands.head.weight is NO_WEIGHT else _with_handle
-        found, handle = way(call, operands)
+        found, handle = way(call, reverse_mode_only(operands))
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
         found = statistics(call, operands)
@@ -176,9 +190,10 @@ def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | 
     """
     if call.how.mode is None:
         return None
-    if call.how.mode == "in_forward":
+    if call.in_forward:
         return in_forward.keep(call, operands, needs_grad)
-    return Known(forward_statistics(call.how, call.names | saved_statistics(call.names), operands))
+    find = forward_statistics(call.how, call.names | saved_statistics(call.names))
+    return Known(find(operands.rows, operands.head, NO_ARRAYS)[0])
 
 
 def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
@@ -200,7 +215,7 @@ def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool
         (gradients,) = back(cotangent)
         weight = gradients.weight.astype(head.spec.accumulator)
         return value, gradients._replace(weight=added(present(operands.weight_sum), weight))
-    if call.how.mode == "in_forward":
+    if call.in_forward:
         # The scale of the logits is made part of the cotangent, so that the sums are gradients.
         scaled = cotangent if head.logit_scale is None else cotangent * head.logit_scale
         known = in_forward.keep(call, operands._replace(cotangent=scaled), needs_grad)

@@ -8,13 +8,11 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head
-from pallas_ce.modes.call import Operands
 from pallas_ce.modes.how import How
-from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import Local, RowArrays
+from pallas_ce.parallel.entry import Operation, streamed
+from pallas_ce.parallel.shards import Local
 from pallas_ce.statistics.row import finalise, struct
-from pallas_ce.streaming.gradient_products import NO_ARRAYS
-from pallas_ce.streaming.loops import device_cond
+from pallas_ce.streaming.loops import chosen_by_device
 from pallas_ce.streaming.rows import RowBlock, Rows, few_ignored, zeroed
 from pallas_ce.streaming.tiles import Tiles
 
@@ -37,16 +35,13 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
     return {name: block.put(buffer, values[name]) for name, buffer in buffers.items()}
 
 
-def forward_statistics(
-    how: How, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
-) -> Statistics:
-    """Primitive statistics `[...]` of the rows that count, 0 in the others.
+def forward_statistics(how: How, names: frozenset[str], *, before_gradient: bool = False) -> Operation:
+    """Makes rows and a head the primitive statistics `[...]` of the rows that count, 0 in the others.
 
     Memory that hidden's gradient will take is free for a copy of hidden where this comes `before_gradient`.
     """
-    with jax.named_scope("pallas_ce.forward"):
-        operation = streamed(how, functools.partial(_local_statistics, names, before_gradient))
-        return operation(RowArrays(operands.batch, operands.mask), operands.head, NO_ARRAYS)[0]
+    operation = streamed(how, functools.partial(_local_statistics, names, before_gradient))
+    return jax.named_scope("pallas_ce.forward")(operation)
 
 
 def _local_statistics(names: frozenset[str], before_gradient: bool, how: How, local: Local) -> tuple[Statistics, None]:
@@ -77,8 +72,8 @@ def _local_statistics(names: frozenset[str], before_gradient: bool, how: How, lo
     if parts.rows >= whole.rows or (parts.skips_rows and not Tiles(tokens, parts.rows).few):
         return shards.own_rows(visit(rows.mask, min(whole, parts, key=lambda plan: plan.rows))), None
     # Rows do not depend on each other: those that do not count are worked on and left out.
-    # Where a way has a loop, the host is told of the choice anyway.
-    choice = device_cond if parts.skips_rows else lax.cond
-    every, counted = functools.partial(visit, None, whole), functools.partial(visit, rows.mask, parts)
     few = few_ignored(jnp.sum(rows.mask, dtype=jnp.int32), tokens)
-    return shards.own_rows(choice(few, every, counted)), None
+    if parts.skips_rows:  # where a way has a loop, the host is told of the choice anyway
+        few = chosen_by_device(few)
+    every, counted = functools.partial(visit, None, whole), functools.partial(visit, rows.mask, parts)
+    return shards.own_rows(lax.cond(few, every, counted)), None

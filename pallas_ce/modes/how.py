@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -48,16 +49,8 @@ class WeightSum(NamedTuple):
 _NO_SUM = WeightSum()
 
 
-# A loss or statistics of a streamed head, or of logits that the caller holds; a head's largest
-# logits; a divergence of two heads.
+# A loss or statistics of a streamed head, or of logits that the caller holds; largest logits; a divergence.
 Task = Literal["head", "logits", "top_k", "pair"]
-
-# Of each but the first, the implementations that it has, and the end of the error for another one.
-_OTHER_TASKS: dict[Task, tuple[tuple[str, ...], str]] = {
-    "logits": (("xla", "mosaic_gpu"), "does not serve materialized logits: choose 'xla' or 'mosaic_gpu'"),
-    "top_k": (("xla", "mosaic_gpu"), "has no top-k: use 'xla', or jax.lax.top_k of materialized logits"),
-    "pair": (("xla", "reference"), "does not serve distillation yet; choose from 'xla', 'reference' or None"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,34 +91,13 @@ class How:
         """
         if self.default is None:
             return (self,)
-        chosen, instead = (self._by(name) for name in (self.implementation, self.default.instead))
+        chosen = dataclasses.replace(self, default=None)
+        instead = dataclasses.replace(chosen, implementation=self.default.instead)
         head, tokens = local.head, local.rows.batch.hidden.shape[0]
-        if self.task == "logits":  # how many rows a device works on, under vmap and on a mesh, is known only here
-            refusal = refusal_of_logits(self.implementation, head.spec, tokens)
-        else:
-            refusal = chosen._incapable(head.spec, None if head.valid_columns is None else head.spec)
-        if refusal:
+        if WORK[self.task].share(chosen, head.spec, tokens, None if head.valid_columns is None else head.spec):
             return (instead,)
         # The second of two variants is for devices without CUDA.
         return (chosen,) if self.default.certain else (chosen, dataclasses.replace(instead, platform="cpu"))
-
-    def _by(self, implementation: str) -> "How":
-        return dataclasses.replace(self, implementation=implementation, default=None)
-
-    def _incapable(self, spec: HeadSpec, padded_share: HeadSpec | None) -> str | None:
-        """Why the backend cannot work on a share of a call that it does not refuse as a whole; None where it can.
-
-        `padded_share` is the head that a device works on, if it is a share of a padded vocabulary.
-        """
-        if self.task != "head":
-            return None
-        if padded_share is not None and (why := self.backend.refusal(padded_share, padded_share=True)):
-            return why
-        least = max(self.backend.minimum_scratch(spec, mode) for mode in (None, self.mode))
-        if self.scratch_bytes is not None and least > self.scratch_bytes:
-            mode = self.mode or "forward"
-            return f"scratch_bytes={self.scratch_bytes} is less than the {least} bytes of one row in mode {mode}"
-        return None
 
     def total(self, rows: jax.Array) -> jax.Array:
         """A sum over rows as this call means it, from that over this device's rows."""
@@ -138,14 +110,17 @@ class How:
         caller's bound, what of the sum is spare. Neither adds to the largest amount in use. Where the sum is given,
         blocks may by default take what a gradient beside it would.
         """
+        backend, does, wide = self.backend, self.backend.capabilities, spec.dtype.itemsize > 2
+        least, what = backend.minimum_scratch(spec, mode), f"one row of this head in the {mode or 'forward'} pass"
+        logits = tokens * spec.vocab_size * spec.accumulator.itemsize
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
-        does, wide = self.backend.capabilities, spec.dtype.itemsize > 2
         if does.large_blocks and wide:
             default *= 2
         if weight_sum.bytes and self.scratch_bytes is None:
             # The logits of all rows, and where those are the stash, tiles beside them.
             times = 2 if does.wide_stash else 1
-            alone = self._within_budget(spec, tokens, mode, default + weight_sum.bytes, times_logits=times)
+            bound = budget(None, least, times * logits, what, default + weight_sum.bytes)
+            alone = backend.plan(spec, tokens, mode, bound, 0)
             if alone.rows >= tokens:
                 return alone
         if does.wide_stash and not wide and mode == "in_forward":
@@ -155,22 +130,8 @@ class How:
             default, spare = default + spare, 0
         if weight_sum.narrow:  # a large sum costs much to read for each block, and beside a small one there is room
             default = max(default + weight_sum.bytes // 4, _MOST_SCRATCH_BYTES - weight_sum.bytes)
-        return self._within_budget(spec, tokens, mode, default, spare)
-
-    def _within_budget(
-        self,
-        spec: HeadSpec,
-        tokens: int,
-        mode: Mode | None,
-        default: int,
-        spare_bytes: int = 0,
-        times_logits: int = 1,
-    ) -> Plan:
-        least = self.backend.minimum_scratch(spec, mode)
-        logits = times_logits * tokens * spec.vocab_size * spec.accumulator.itemsize
-        what = f"one row of this head in the {mode or 'forward'} pass"
         bound = budget(self.scratch_bytes, least, logits, what, default)
-        return self.backend.plan(spec, tokens, mode, bound, spare_bytes)
+        return backend.plan(spec, tokens, mode, bound, spare)
 
     def kept_dtype(self, spec: HeadSpec, dtype: np.dtype) -> np.dtype:
         """The dtype in which in_forward's sum for weight or hidden states of `dtype` waits for the upstream scalar.
@@ -210,6 +171,63 @@ def refusal_of_logits(
     return one_each if several else backend.materialized.refusal(spec, rows)
 
 
+def _share_of_head(how: How, spec: HeadSpec, _: int, padded_share: HeadSpec | None) -> str | None:
+    if padded_share is not None and (why := how.backend.refusal(padded_share, padded_share=True)):
+        return why
+    least = max(how.backend.minimum_scratch(spec, mode) for mode in (None, how.mode))
+    if how.scratch_bytes is not None and least > how.scratch_bytes:
+        mode = how.mode or "forward"
+        return f"scratch_bytes={how.scratch_bytes} is less than the {least} bytes of one row in mode {mode}"
+    return None
+
+
+class Work(NamedTuple):
+    """What depends on a call's task.
+
+    Attributes:
+        serving: the implementations that there are for it.
+        otherwise: the end of the error for another one.
+        refusal: `(name, spec, rows)` to why an implementation cannot serve the call; None where it can.
+        share: `(how, spec, tokens, padded_share)` to why not a device's share, whose rows are known only there.
+        split: whether it is split inside a `shard_map`.
+        modes: for losses by row and for scalar ones; None: chosen by what the scratch holds.
+        default: the implementation without a name; None: the fastest for the device.
+    """
+
+    serving: tuple[str, ...] = IMPLEMENTATIONS
+    otherwise: str = ""
+    refusal: Callable[[str, HeadSpec, BatchSpec], str | None] = lambda name, *head: select.load(name).refusal(*head)
+    share: Callable[[How, HeadSpec, int, HeadSpec | None], str | None] = lambda *_: None
+    split: bool = False
+    modes: tuple[Mode | None, Mode | None] | None = (None, None)
+    default: str | None = None
+
+
+WORK: dict[Task, Work] = {
+    "head": Work(share=_share_of_head, split=True, modes=None),
+    "logits": Work(
+        ("xla", "mosaic_gpu"),
+        "does not serve materialized logits: choose 'xla' or 'mosaic_gpu'",
+        lambda name, spec, rows: refusal_of_logits(name, spec, several=rows.targets is not None),
+        lambda how, spec, tokens, _: refusal_of_logits(how.implementation, spec, tokens),
+        modes=("recompute", "in_forward"),
+    ),
+    "top_k": Work(
+        ("xla", "mosaic_gpu"),
+        "has no top-k: use 'xla', or jax.lax.top_k of materialized logits",
+        # Rows are tempered after the kernels.
+        lambda name, spec, _: "it has no top-k" if name == "triton" else select.load(name).refusal(spec),
+    ),
+    "pair": Work(
+        ("xla", "reference"),
+        "does not serve distillation yet; choose from 'xla', 'reference' or None",
+        split=True,
+        modes=("recompute", "recompute"),
+        default="xla",
+    ),
+}
+
+
 def decide(
     spec: HeadSpec,
     tokens: int,
@@ -238,24 +256,15 @@ def decide(
     Raises:
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
-    if task != "head" and implementation in IMPLEMENTATIONS:
-        serving, words = _OTHER_TASKS[task]
-        if implementation not in serving:
-            raise ValueError(f"implementation={implementation!r} {words}")
-
-    def refusal(name: str) -> str | None:
-        if task == "logits":
-            return refusal_of_logits(name, spec, several=rows.targets is not None)
-        if task == "top_k":  # rows are tempered after the kernels
-            return select.load(name).refusal(spec) if name in _OTHER_TASKS[task][0] else "it has no top-k"
-        return select.load(name).refusal(spec, rows)
-
+    work = WORK[task]
+    if implementation in IMPLEMENTATIONS and implementation not in work.serving:
+        raise ValueError(f"implementation={implementation!r} {work.otherwise}")
     name, reason, default = select.select(
-        "xla" if task == "pair" and implementation is None else implementation,
-        refusal,
+        implementation or work.default,
+        lambda name: work.refusal(name, spec, rows),
         arrays,
         checked=checked or (shards is not None and shards.typed),
-        slower=lambda name: select.load(name).slower(spec) if task == "head" else None,
+        slower=lambda name: select.load(name).slower(spec) if work.modes is None else None,
     )
     if name == "reference":
         if backward != "auto":
@@ -267,8 +276,8 @@ def decide(
             raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
         mode_reason = "JAX differentiates the materialised logits"
         return How(name, None, None, implementation_reason=reason, mode_reason=mode_reason)
-    if task != "head":
-        mode: Mode | None = {"logits": "in_forward" if scalar_loss else "recompute", "pair": "recompute"}.get(task)
+    if work.modes is not None:
+        mode = work.modes[scalar_loss]
         return How(name, mode, scratch_bytes, shards, default, task=task, implementation_reason=reason)
     tokens = max(tokens, 1)
     with known_device(arrays) as device:
@@ -281,10 +290,10 @@ def decide(
 
     how = by(name, default, reason)
     if default is not None:
-        other = default.instead
-        if why := how._incapable(spec, padded_share):
+        share, other = (spec, tokens, padded_share), default.instead
+        if why := _share_of_head(how, *share):
             reason = f"not {name}: {why}"
-        elif why := how._by(other)._incapable(spec, padded_share):
+        elif why := _share_of_head(dataclasses.replace(how, implementation=other), *share):
             reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
         if why:
             how = by(other, None, reason)

@@ -9,7 +9,6 @@ backward only multiplies by the upstream scalar. Three products (6·N·H·V oper
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,12 +22,12 @@ from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statis
 from pallas_ce.modes.how import How
 from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import NO_AXES, Local, RowArrays, Shards, psum
+from pallas_ce.parallel.shards import NO_AXES, Local, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, only
 from pallas_ce.streaming.gradient_products import (
+    BY_ROW,
     NO_ARRAYS,
-    NO_GRADIENT,
     Arrays,
     PerInput,
     WeightGradient,
@@ -38,28 +37,26 @@ from pallas_ce.streaming.loops import vary_like
 from pallas_ce.streaming.rows import RowBlock, Rows
 
 
-def with_handle(
-    found: Statistics, inputs: Any, dtype: Any, total: Callable[[jax.Array], jax.Array] = lambda rows: rows
-) -> tuple[Statistics, jax.Array]:
-    """Statistics and handle, made to depend on each other and on `inputs`.
+def with_handle(call: Call, operands: Operands, found: Statistics) -> tuple[Statistics, jax.Array]:
+    """Statistics and handle, made to depend on each other and on what the row total reads beside.
 
-    Under vmap each example then has a handle of its own, and this function and its forward rule, which also reads
-    `inputs`, agree on which outputs are batched, as JAX requires.
+    Under vmap each example then has a handle of its own, and a function and its forward rule, which also reads the
+    inputs, agree on which outputs are batched, as JAX requires.
     """
-    firsts = (lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in jax.tree.leaves((found, inputs)))
+    leaves = jax.tree.leaves((found, operands.inputs))
+    firsts = (lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in leaves)
     zero = sum((jnp.sum(jnp.where(x != x, 0, 0), dtype=jnp.int32) for x in firsts), jnp.zeros((), jnp.int32))
-    return {k: x + zero.astype(x.dtype) for k, x in found.items()}, total(zero.astype(dtype))
+    found = {k: x + zero.astype(x.dtype) for k, x in found.items()}
+    return found, call.how.total(zero.astype(operands.head.spec.accumulator))
 
 
 def forward(
-    call: Call, operands: Operands, needs_grad: PerInput[bool] | None
+    call: Call, operands: Operands, needs_grad: PerInput[bool]
 ) -> tuple[tuple[Statistics, jax.Array], PerInput[jax.Array]]:
     """Statistics and handle; kept are the sums that the gradients come from."""
-    if (known := operands.known) is None:
-        known = keep(call, operands, needs_grad or NO_GRADIENT)
-    found = only(known.statistics, call.names)
+    known = keep(call, operands, needs_grad) if operands.known is None else operands.known
     kept = known.sums.map(lambda x: absent() if x is None else x)
-    return with_handle(found, operands.inputs, operands.head.spec.accumulator, call.how.total), kept
+    return with_handle(call, operands, only(known.statistics, call.names)), kept
 
 
 def backward(
@@ -79,17 +76,17 @@ def backward(
 def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
     if not (any(needs_grad) and call.read):
-        return Known(forward_statistics(call.how, call.names, operands))
+        return Known(forward_statistics(call.how, call.names)(operands.rows, operands.head, NO_ARRAYS)[0])
     how, (by_row, shared) = call.how, operands.inputs
     if how.shards is not None and operands.cotangent is None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
         how = dataclasses.replace(how, shards=dataclasses.replace(how.shards, sums=NO_AXES))
+    # Not the weight's dtype as the operation sees it: a gathered weight may be narrower.
+    head, given = operands.head, NO_ARRAYS._replace(weight=operands.weight_sum)
+    dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
+    operation = streamed(how, functools.partial(_statistics_and_sums, call, needs_grad, dtype))
     with jax.named_scope("pallas_ce.in_forward"):
-        # Not the weight's dtype as the operation sees it: a gathered weight may be narrower.
-        head, given = operands.head, NO_ARRAYS._replace(weight=operands.weight_sum)
-        dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
-        operation = streamed(how, functools.partial(_statistics_and_sums, call, needs_grad, dtype))
-        rows = RowArrays(operands.batch, operands.mask, more=by_row)
+        rows = operands.rows._replace(more=by_row)
         (found, hidden_sum), of_head = operation(rows, head, given, shared, operands.cotangent)
     return Known(found, of_head._replace(hidden=hidden_sum))
 
@@ -138,11 +135,8 @@ def _statistics_and_sums(
         shares, bits = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)
         for_down = None if shares.down is None else block.select(shares.down, 0.0)
         for_hidden = through_down(head, shares.hidden, for_down)
-
-        def put(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
-            return None if total is None or share is None else block.put(total, factor * share)
-
-        shares = shares._replace(hidden=put(sums.hidden, for_hidden), down=put(sums.down, for_down))
+        shares = shares._replace(hidden=for_hidden, down=for_down)
+        shares = shares.of(BY_ROW, lambda share, total: block.put(total, factor * share), sums)
         return put_all(block, found, statistics), shares, bits
 
     # A block that is the only one rounds its sum at once.

@@ -10,7 +10,6 @@ On Hopper two kernels do so for all rows at once, without launches by the hundre
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends import select
-from pallas_ce.backends.protocol import Gradient, Materialized
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.backends.protocol import Gradient
+from pallas_ce.head import Head
 from pallas_ce.modes.call import Call, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, put_all
 from pallas_ce.modes.how import How
@@ -36,9 +34,10 @@ from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows, zeroed
 _BLOCK_BYTES = 8 * 2**20
 
 
-def forward(call: Call, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[Statistics, Statistics]:
+def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[Statistics, Statistics]:
     """The statistics; keeps the ones that their derivatives read."""
-    saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
+    del needs_grad
+    saved = coef.saved_statistics(call.names)
     found = row_statistics(call.how, call.names | saved, operands)
     return only(found, call.names), only(found, saved)
 
@@ -53,18 +52,20 @@ def backward(
 
 
 def forward_and_gradient(
-    call: Call, operands: Operands, needs_grad: PerInput[bool] | None
+    call: Call, operands: Operands, needs_grad: PerInput[bool]
 ) -> tuple[tuple[Statistics, jax.Array], tuple[jax.Array, jax.Array]]:
     """Statistics and handle; keeps dlogits and, where they are normalised, what undoes that, by row."""
     dlogits = factor = absent()
-    if needs_grad and any(needs_grad) and call.read:
+    if any(needs_grad) and call.read:
+        by_row, shared = operands.inputs
+        operation = streamed(call.how, functools.partial(_statistics_and_gradient, call), whole_head=True)
         with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
-            operation = functools.partial(_statistics_and_gradient, call)
-            found, dlogits = _over_rows(call.how, operation, operands, *operands.inputs)
+            rows = operands.rows._replace(more=by_row)
+            (found, dlogits), _ = operation(rows, operands.head, NO_ARRAYS, shared)
         factor = found.get("factor", factor)
     else:
         found = row_statistics(call.how, call.names, operands)
-    return with_handle(only(found, call.names), operands.inputs, operands.head.spec.accumulator), (dlogits, factor)
+    return with_handle(call, operands, only(found, call.names)), (dlogits, factor)
 
 
 def scaled_gradient(
@@ -78,28 +79,31 @@ def scaled_gradient(
     (dlogits, factor), upstream, spec = kept, cotangents[1], operands.head.spec
     if upstream is None or not call.read:
         return NO_ARRAYS
-    scale = upstream * factor[..., None] if _normalises(spec) else upstream
+    scale = upstream * factor[..., None] if spec.dtype == np.float16 else upstream
     return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
 
 
+@jax.named_scope("pallas_ce.materialized.forward")
 def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
     """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
 
-    def operation(how: How, rows: RowArrays, head: Head) -> Statistics:
+    def operation(how: How, local: Local) -> tuple[Statistics, Arrays]:
+        rows, head = local.rows, local.head
+
         def body(block: RowBlock, found: Statistics) -> Statistics:
             return put_all(block, found, _block_statistics(how, names, head, jax.tree.map(block.take, rows)))
 
-        return _blocks(how, rows, head).for_each(body, empty_statistics(names, rows.batch, head))
+        return _blocks(how, rows, head).for_each(body, empty_statistics(names, rows.batch, head)), NO_ARRAYS
 
-    with jax.named_scope("pallas_ce.materialized.forward"):
-        found: Statistics = _over_rows(how, operation, operands)
-    return found
+    return streamed(how, operation, whole_head=True)(operands.rows, operands.head, NO_ARRAYS)[0]
 
 
+@jax.named_scope("pallas_ce.materialized.backward")
 def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
-    def operation(how: How, rows: RowArrays, head: Head) -> jax.Array:
+    def operation(how: How, local: Local) -> tuple[jax.Array, Arrays]:
+        rows, head = local.rows, local.head
         kept, cotangents = rows.more
         coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
 
@@ -107,17 +111,17 @@ def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Sta
             part = _block(block, rows._replace(more=(coefficients, kept)), buffer)
             return block.put(buffer, _block_gradient(how, head, part, *part.more))
 
-        return _blocks(how, rows, head).for_each(body, rows.batch.hidden)
+        return _blocks(how, rows, head).for_each(body, rows.batch.hidden), NO_ARRAYS
 
-    with jax.named_scope("pallas_ce.materialized.backward"):
-        dlogits: jax.Array = _over_rows(how, operation, operands, (kept, cotangents))
-    return dlogits
+    rows = operands.rows._replace(more=(kept, cotangents))
+    return streamed(how, operation, whole_head=True)(rows, operands.head, NO_ARRAYS)[0]
 
 
 def _statistics_and_gradient(
-    call: Call, how: How, rows: RowArrays, head: Head, shared_inputs: Any
-) -> tuple[Statistics, jax.Array]:
+    call: Call, how: How, local: Local, shared_inputs: Any
+) -> tuple[tuple[Statistics, jax.Array], Arrays]:
     """Statistics and dlogits; where dlogits are divided by a power of two, that "factor" is among the statistics."""
+    _, rows, head, _ = local
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: tuple[Statistics, jax.Array]) -> tuple[Statistics, jax.Array]:
@@ -134,41 +138,18 @@ def _statistics_and_gradient(
         return put_all(block, found, statistics), block.put(buffer, dlogits)
 
     found = empty_statistics(call.names, rows.batch, head)
-    if _normalises(head.spec):
+    if head.spec.dtype == np.float16:  # dlogits, whose entries are p/N, could underflow before the upstream scalar
         found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
-    return _blocks(how, rows, head).for_each(body, (found, rows.batch.hidden))
-
-
-def _over_rows(how: How, operation: Callable[..., Any], operands: Operands, more: Any = (), *shared: Any) -> Any:
-    """`operation(how, rows, head, *shared)`, split over the mesh, and of each part by what serves it.
-
-    `more` are `[..., *K]`, as the operation's results are; all rows share `shared`.
-    """
-
-    def on_device(how: How, local: Local, *shared: Any) -> tuple[Any, Arrays]:
-        return operation(how, local.rows, local.head, *shared), NO_ARRAYS
-
-    rows = RowArrays(operands.batch, operands.mask, more)
-    return streamed(how, on_device, whole_head=True)(rows, operands.head, NO_ARRAYS, *shared)[0]
+    return _blocks(how, rows, head).for_each(body, (found, rows.batch.hidden)), NO_ARRAYS
 
 
 def _blocks(how: How, rows: RowArrays, head: Head) -> RowBlocks:
     """All rows, at least one: those that do not count need their zeros written too."""
     size = tokens = rows.batch.hidden.shape[0]
-    if _kernels(how.implementation) is None:
+    if how.backend.materialized is None:
         bound = min(_BLOCK_BYTES, how.scratch_bytes or _BLOCK_BYTES)
         size = min(tokens, max(1, bound // (head.spec.weight_rows * head.spec.accumulator.itemsize)))
     return Rows.counted(None).blocks(tokens, size)
-
-
-def _kernels(implementation: str) -> Materialized | None:
-    """The kernels that do the work; None where XLA does it."""
-    return select.load(implementation).materialized
-
-
-def _normalises(spec: HeadSpec) -> bool:
-    """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
-    return spec.dtype == np.float16
 
 
 def _block(block: RowBlock, rows: RowArrays, logits: jax.Array) -> RowArrays:
@@ -179,7 +160,7 @@ def _block(block: RowBlock, rows: RowArrays, logits: jax.Array) -> RowArrays:
 def _block_statistics(how: How, names: frozenset[str], head: Head, rows: RowArrays) -> Statistics:
     """Primitive statistics of a block of rows; 0 in rows that do not count."""
     logits, labels = rows.batch.hidden, rows.batch.labels
-    if (kernels := _kernels(how.implementation)) is not None:
+    if (kernels := how.backend.materialized) is not None:
         partial = kernels.statistics(head, logits, names)
     else:
         columns, valid, u = _columns(head)
@@ -199,7 +180,7 @@ def _block_gradient(
     coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
     reference = statistics["max_logit"] if coefficients.need_probabilities else None
     gradient = Gradient(coefficients, reference, statistics.get("argmax"))
-    if (kernels := _kernels(how.implementation)) is not None:
+    if (kernels := how.backend.materialized) is not None:
         return kernels.dlogits(head, gradient, rows.batch, rows.mask)
     columns, valid, u = _columns(head)
     logits, labels, softcap = _capped(head, rows.batch.hidden), rows.batch.labels, head.spec.softcap

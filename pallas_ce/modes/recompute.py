@@ -23,7 +23,7 @@ from pallas_ce.modes.forward import Statistics, forward_statistics
 from pallas_ce.modes.how import How
 from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import Local, RowArrays, psum
+from pallas_ce.parallel.shards import Local, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.gradient_products import (
@@ -41,47 +41,42 @@ from pallas_ce.streaming.tiles import Tile, Tiles, pad
 
 
 class _Kept(NamedTuple):
-    """The forward's results that the backward reads.
-
-    Attributes:
-        statistics: as coefficients need them.
-        head: gathered inside a `shard_map`, once for both passes; else None.
-    """
+    """The forward's results that the backward reads; the head if it is gathered, once for both passes."""
 
     statistics: Statistics
     head: Head | None
 
 
-def forward(call: Call, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[Statistics, _Kept | None]:
+def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[Statistics, _Kept]:
     """The statistics; keeps the ones that their derivatives read."""
-    how, known, whole = call.how, operands.known, None
-    saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
-    # Under `jit` the partitioner sees to it.
-    if needs_grad is not None and how.shards is not None and how.shards.gathered:
-        whole = how.shards.gather(operands.head)
-        how, operands = _handed_whole(how), operands._replace(head=whole)
+    how, known, head, whole = call.how, operands.known, operands.head, None
+    saved = coef.saved_statistics(call.names)
+    if how.shards is not None and how.shards.gathered:  # under `jit` the partitioner sees to it
+        head = whole = how.shards.gather(head)
+        how = _handed_whole(how)
     if known is None:
-        before_gradient = needs_grad is not None and (needs_grad.hidden or needs_grad.logit_scale)
-        found = forward_statistics(how, call.names | saved, operands, before_gradient=before_gradient)
+        before_gradient = needs_grad.hidden or needs_grad.logit_scale
+        find = forward_statistics(how, call.names | saved, before_gradient=before_gradient)
+        found = find(operands.rows, head, NO_ARRAYS)[0]
     else:
         found = known.statistics
     return only(found, call.names), _Kept(only(found, saved), whole)
 
 
+@jax.named_scope("pallas_ce.recompute")
 def backward(call: Call, operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: Statistics) -> Arrays:
     """Gradients from the statistics' cotangents."""
     how, head = call.how, operands.head
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
     if how.shards is not None:
         cotangents = {name: psum(g, how.shards.cotangents_by_row) for name, g in cotangents.items()}
-    with jax.named_scope("pallas_ce.recompute"):
-        given = NO_ARRAYS._replace(weight=operands.weight_sum)
-        dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
-        gradients = functools.partial(_gradients, needs_grad, dtype)
-        if kept.head is not None:
-            how, head = _handed_whole(how), kept.head
-        rows = RowArrays(operands.batch, operands.mask, (kept.statistics, cotangents))
-        return finished(operands, *streamed(how, gradients)(rows, head, given))
+    given = NO_ARRAYS._replace(weight=operands.weight_sum)
+    dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
+    gradients = functools.partial(_gradients, needs_grad, dtype)
+    if kept.head is not None:
+        how, head = _handed_whole(how), kept.head
+    rows = operands.rows._replace(more=(kept.statistics, cotangents))
+    return finished(operands, *streamed(how, gradients)(rows, head, given))
 
 
 def _handed_whole(how: How) -> How:
@@ -121,13 +116,8 @@ def gradient_sums(
 ) -> tuple[jax.Array | None, Arrays]:
     """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.
 
-    Args:
-        local: what this device works on.
-        weight_dtype: the dtype of the weight's gradient.
-        plan: block sizes.
-        needs_grad: which gradients.
-        factor: `[]`: what undoes the normalisation of dlogits.
-        products: the step over tiles for a block of rows; rows of the block that are not valid contribute nothing.
+    `products` has the step over tiles for a block of rows, whose rows that are not valid contribute nothing. `factor`
+    undoes the normalisation of dlogits.
     """
     shards, rows, head, given = local
     hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator

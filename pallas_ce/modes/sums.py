@@ -50,14 +50,8 @@ def sum_over_devices(
     """Hidden's sum and the head's from this device's share of the products' sums.
 
     The scale's is made here, from hidden's and the bias's (see `scale_gradient`), and `down`'s from its product by row.
-
-    Args:
-        local: what this device works on. The weight's sum is added to the given one, unless it `adds_in_place`.
-        needs_grad: which gradients.
-        sums: of the products.
-        dtypes: what hidden's and the weight's are rounded to.
-        scattered: whether the weight's is this device's part of it already.
-        hidden_scale: `[]`, which hidden's is multiplied by in the end.
+    Hidden's and the weight's are rounded to `dtypes`, hidden's after `hidden_scale`. The weight's is added to the given
+    one, unless it `adds_in_place`; it is `scattered` where it is this device's part of it already.
     """
     (shards, rows, head, given), hidden, weight, scale, down = local, None, sums.weight, None, None
     if needs_grad.logit_scale:

@@ -62,8 +62,7 @@ def streams(student: HeadSpec, teacher: HeadSpec, scratch_bytes: int | None) -> 
     return Streams((student, teacher), scratch_bytes, 6)
 
 
-def _forward(pair: Pair, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[jax.Array, PairStatistics]:
-    del needs_grad
+def _forward(pair: Pair, operands: Operands, *_: Any) -> tuple[jax.Array, PairStatistics]:
     found = _statistics(pair, operands) if operands.known is None else operands.known.statistics
     return found.value, found
 
@@ -77,9 +76,9 @@ def _backward(
     pair: Pair, operands: Operands, needs_grad: PerInput[bool], found: PairStatistics, cotangent: jax.Array
 ) -> Arrays:
     teacher: Teacher = operands.inputs
-    if pair.how.shards is not None:
-        cotangent = psum(cotangent, pair.how.shards.cotangents_by_row)
     with jax.named_scope("pallas_ce.distillation"):
+        if pair.how.shards is not None:
+            cotangent = psum(cotangent, pair.how.shards.cotangents_by_row)
         operation = _of_both(pair, functools.partial(_gradients, needs_grad), operands)
         rows = RowArrays(operands.batch, operands.mask, more=(teacher.hidden, found, cotangent))
         return finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
@@ -87,7 +86,7 @@ def _backward(
 
 # The divergence `[...]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs`
 # of its operands are the `Teacher`; both heads have the temperatures of its batch.
-row_divergences = differentiable(_forward, _backward)
+row_divergences = differentiable(lambda pair, operands: _forward(pair, operands)[0], _forward, _backward)
 
 
 def _of_both(pair: Pair, operation: Callable[..., Any], operands: Operands) -> Operation:

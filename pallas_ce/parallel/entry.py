@@ -174,7 +174,15 @@ def over_rows(operation: Operation) -> Operation:
         if size == 0:
             out = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), per_example)
         elif any(jax.tree.leaves(is_batched[1:])) or jax.tree.leaves(per_example[1]):
-            out = _map(batched, arguments, is_batched)
+            leaves, structure = jax.tree.flatten(arguments)
+            flags = jax.tree.leaves(in_batched)
+
+            def one(given: list[jax.Array]) -> tuple[Any, Any]:
+                example = iter(given)
+                chosen = [next(example) if b else x for x, b in zip(leaves, flags, strict=True)]
+                return batched(*jax.tree.unflatten(structure, chosen))
+
+            out = lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])
         else:
             # The batch is one more leading dimension of every array by row.
             folded = jax.tree.map(
@@ -186,18 +194,6 @@ def over_rows(operation: Operation) -> Operation:
         return out, jax.tree.map(lambda _: True, out)
 
     return batched
-
-
-def _map(operation: Operation, arguments: tuple[Any, ...], is_batched: Any) -> tuple[Any, Any]:
-    leaves, structure = jax.tree.flatten(arguments)
-    flags = jax.tree.leaves(is_batched)
-
-    def one(batched: list[jax.Array]) -> tuple[Any, Any]:
-        example = iter(batched)
-        chosen = [next(example) if b else x for x, b in zip(leaves, flags, strict=True)]
-        return operation(*jax.tree.unflatten(structure, chosen))
-
-    return lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])
 
 
 def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) -> Operation:

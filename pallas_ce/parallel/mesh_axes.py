@@ -89,10 +89,7 @@ class MeshAxes:
 def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | None:
     """What a call inside `shard_map` has to do; None where it concerns one device only, or `jit`'s partitioner.
 
-    Args:
-        mesh_axes: what the caller says.
-        arrays: has the fields of `PerInput`.
-        others: a pytree of the call's further arrays.
+    `arrays` has the fields of `PerInput`, `others` are the call's further arrays.
     """
     axes, said = varying((arrays, others)), mesh_axes or MeshAxes()
     vocabulary, rows, width = tuple(said.vocabulary), tuple(said.rows), tuple(said.width)
@@ -130,16 +127,17 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     )
 
 
-def check_split(mesh_axes: MeshAxes | None, weight: Any, hidden: Any, others: Any) -> str | None:
-    """Holds what a call says of `weight` against the axes over which JAX knows it to vary; what to warn of, or None.
+def check_split(problem: Any) -> str | None:
+    """Holds a problem's `mesh_axes` against the axes over which JAX knows its weight to vary; what to warn of, or None.
 
     A gathered weight, or a copy for each device, has the type of a part. So without `mesh_axes` a weight that varies as
-    the rows do may be whole; one that varies where no array of the rows does, neither `hidden` nor `others`, is a part.
+    the rows do may be whole; one that varies where no array of the rows does is a part.
 
     Raises:
         ValueError: the weight surely is a part and nobody says so, or it is said to be one and is not.
     """
-    varies, split = varying(weight), () if mesh_axes is None else (*mesh_axes.vocabulary, *mesh_axes.width)
+    mesh_axes, hidden = problem.mesh_axes, problem.hidden
+    varies, split = varying(problem.weight), () if mesh_axes is None else (*mesh_axes.vocabulary, *mesh_axes.width)
     absent = _of_several_devices(set(split) - varies) if _is_tracked() else ()
     unsaid = _of_several_devices(varies) if mesh_axes is None else ()
     if not absent and not unsaid:
@@ -156,7 +154,7 @@ def check_split(mesh_axes: MeshAxes | None, weight: Any, hidden: Any, others: An
         f"jax.lax.all_gather(weight, {name!r}, axis=vocab_axis, tiled=True, to='invarying'), or, with a weight for "
         f"each device, jax.lax.pcast(hidden, {name!r}, to='varying')"
     )
-    if absent or _of_several_devices(varies - varying((hidden, others))):
+    if absent or _of_several_devices(varies - varying((hidden, problem.labels, problem.row_mask))):
         raise ValueError(message)
     return message
 

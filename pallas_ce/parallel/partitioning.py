@@ -33,21 +33,15 @@ def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | N
     other axis that splits an array devices would repeat each other's work. So rows or vocabulary are split over it,
     whichever has to be moved less for it; XLA lays the arrays so. An axis that divides neither splits nothing.
 
-    Args:
-        mesh: the mesh.
-        given: how all arrays lie, a tree of `PartitionSpec`s: `(rows, head, ...)`.
-        rows: the rows, for their shapes.
-        head: the head, for its shapes; or None where it is whole or there is none.
+    `given` is how all arrays lie, a tree of `PartitionSpec`s: `(rows, head, ...)`. Rows and head are read for their
+    shapes; the head is None where it is whole or there is none.
     """
     by_row, names, hidden = jax.tree.leaves(given[0]), row_names(rows), rows.batch.hidden
     sizes = dict(zip(names, hidden.shape, strict=False))
     axes: dict[str, Axes] = dict.fromkeys(names, ())
 
-    def over_rows() -> Axes:
-        return tuple(axis for name in names for axis in axes[name])
-
-    def taken() -> Axes:
-        return over_rows() + axes.get("vocabulary", ())
+    def over_rows(*more: str) -> Axes:
+        return tuple(axis for name in (*names, *more) for axis in axes.get(name, ()))
 
     def bytes_of_hidden() -> int:
         """A device's."""
@@ -77,10 +71,10 @@ def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | N
                 divided(name, axis)
     for spec in by_row[1:]:
         for name, axis in _splits(mesh, names, spec):
-            if axis not in taken():
+            if axis not in over_rows("vocabulary"):
                 divided(name, axis)
     for axis in dict.fromkeys(axis for spec in jax.tree.leaves(given) for axis in _axes(mesh, spec)):
-        if axis in taken():
+        if axis in over_rows("vocabulary"):
             continue
         choices = names
         if head is not None:

@@ -37,13 +37,7 @@ NO_AXES: PerInput[Axes] = PerInput.same(())
 
 
 class RowArrays(NamedTuple):
-    """An operation's arrays by row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent.
-
-    Attributes:
-        batch: hidden states, labels, temperatures.
-        mask: `[...]` bool, which rows count.
-        more: any pytree.
-    """
+    """An operation's arrays by row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent. `mask`: which count."""
 
     batch: Batch
     mask: jax.Array | None
@@ -183,12 +177,8 @@ class Shards:
         """The part of values `[N, ...]`, on which all devices agree, for the rows that came in on this one."""
         if not self.sequence:
             return rows
-
-        def own(x: jax.Array) -> jax.Array:
-            size = x.shape[0] // axis_size(self.sequence)
-            return lax.dynamic_slice_in_dim(x, lax.axis_index(self.sequence) * size, size)
-
-        return jax.tree.map(own, rows)
+        here, parts = lax.axis_index(self.sequence), axis_size(self.sequence)
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, here * (len(x) // parts), len(x) // parts), rows)
 
     def sum_hidden(self, partial: jax.Array, dtype: np.dtype) -> jax.Array:
         """The gradient `[N, H]` of the rows that came in, rounded to `dtype`, from each device's share of it."""
@@ -219,14 +209,7 @@ class Shards:
 
 
 class Local(NamedTuple):
-    """What one device works on.
-
-    Attributes:
-        shards: what it has to do with the others.
-        rows: flat.
-        head: its columns.
-        given: sums that the head's gradients are added to.
-    """
+    """What one device works on: flat rows, its columns of the head, and given sums that gradients are added to."""
 
     shards: Shards
     rows: RowArrays
@@ -254,14 +237,9 @@ _replicated_sum.defvjp(
 
 
 def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight_bytes: int) -> Shards:
-    """The way of working where rows, vocabulary and width are split over these axes, and arrays are whole elsewhere.
+    """The way of working where rows, vocabulary and the weight's width are split over these axes.
 
-    Args:
-        rows: axes that split the rows.
-        vocabulary: axes that split the vocabulary.
-        width: axes that split the weight's width.
-        hidden_bytes: a device's hidden states.
-        weight_bytes: a device's part of the weight, once its width is gathered.
+    The bytes are a device's hidden states, and its part of the weight, once that is gathered over the width.
     """
     common = tuple(axis for axis in vocabulary if axis in rows)
     others = without(vocabulary, common)

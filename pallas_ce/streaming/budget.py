@@ -8,14 +8,9 @@ _SMALL_BYTES = 2**20
 
 
 def budget(scratch_bytes: int | None, least: int, logits: int, what: str, default: int = DEFAULT_SCRATCH_BYTES) -> int:
-    """The bytes that blocks and tiles may take.
+    """The bytes that blocks and tiles may take: the caller's bound, or the default, never more than the logits.
 
-    Args:
-        scratch_bytes: the caller's bound, or None for the default, which is never more than the logits would take.
-        least: the fewest bytes that will do.
-        logits: bytes of the logits.
-        what: what the fewest bytes hold.
-        default: the default.
+    The fewest bytes that will do are `least`, which hold `what` the error names.
     """
     if scratch_bytes is None:
         return max(least, min(default, max(logits, _SMALL_BYTES)))

@@ -17,13 +17,18 @@ from jax import lax
 _LAUNCHES_BEFORE_CHOICE = 3
 
 
-def device_cond[Result](predicate: jax.Array, if_true: Callable[[], Result], if_false: Callable[[], Result]) -> Result:
-    """`lax.cond`, behind enough launches of a microsecond that a GPU chooses by itself, if no branch has a loop."""
+def chosen_by_device(predicate: jax.Array) -> jax.Array:
+    """`lax.cond`'s predicate behind enough short launches that a GPU chooses by itself, if no branch has a loop."""
     for _ in range(_LAUNCHES_BEFORE_CHOICE):
         # Barriers keep them apart, and from being folded.
         predicate ^= lax.optimization_barrier(jnp.zeros((), bool))
         predicate = lax.optimization_barrier(predicate)
-    return lax.cond(predicate, if_true, if_false)
+    return predicate
+
+
+def device_cond[Result](predicate: jax.Array, if_true: Callable[[], Result], if_false: Callable[[], Result]) -> Result:
+    """`lax.cond` with a predicate that is `chosen_by_device`."""
+    return lax.cond(chosen_by_device(predicate), if_true, if_false)
 
 
 def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:

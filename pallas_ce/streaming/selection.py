@@ -46,10 +46,7 @@ def largest(values: jax.Array, k: int) -> Largest:
 def largest_in_groups(groups: jax.Array, k: int, maxima: jax.Array | None = None) -> Largest:
     """The k largest of `groups [n, m, size]`, rows of neighbouring groups; places count through a row.
 
-    Args:
-        groups: read at k groups of each row only, where their maxima are given.
-        k: how many, at most `m * size`.
-        maxima: `[n, m]`, the groups' largest entries, where they are known.
+    Only k groups of each row are read, where their `maxima [n, m]` are given.
     """
     n, m, size = groups.shape
     if maxima is None:  # NaN where a group has one, which XLA's own maximum on a CPU passes over

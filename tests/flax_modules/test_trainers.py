@@ -1,0 +1,357 @@
+"""Trainers of other packages: their own losses beside ours, on one device and on a mesh of eight.
+
+`make test-nightly` has the packages, in an environment of their own, and eight devices.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_modules.integrations import maxtext, tunix
+
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]  # the packages' own warnings
+
+VOCAB, FEATURES, ROWS, LENGTH = 96, 16, 8, 12
+
+
+@pytest.fixture(params=["one device", "fsdp 4 x tp 2"])
+def mesh(request):
+    """The mesh that the models are laid out on, or None."""
+    if request.param == "one device":
+        return None
+    if jax.device_count() < 8:
+        pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    return jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def llama3(features=FEATURES, seed=0, **options):
+    """A model of Tunix."""
+    from tunix.models.llama3 import model
+
+    sizes = {"num_layers": 1, "vocab_size": VOCAB, "embed_dim": features, "hidden_dim": 32, "num_heads": 4}
+    more = {"head_dim": 8, "num_kv_heads": 4, "rope_theta": 10000, "norm_eps": 1e-5}
+    return model.Llama3(model.ModelConfig(**sizes, **more, **options), rngs=nnx.Rngs(seed))
+
+
+def gemma2():
+    """A model of Tunix whose logits are capped."""
+    from tunix.models.gemma import model
+
+    sizes = {"num_layers": 1, "num_embed": VOCAB, "embed_dim": FEATURES, "hidden_dim": 32, "num_heads": 4}
+    more = {"head_dim": 8, "num_kv_heads": 4, "final_logit_softcap": 2.0, "use_post_attn_norm": True}
+    kinds = [model.AttentionType.GLOBAL]
+    config = model.ModelConfig(**sizes, **more, use_post_ffw_norm=True, attention_types=kinds)
+    return model.Gemma(config, rngs=nnx.Rngs(0))
+
+
+def gemma4():
+    """A model of Tunix whose logits are capped, and which casts its table to its own dtype."""
+    from tunix.models.gemma4 import model
+
+    sizes = {"num_layers": 1, "num_embed": VOCAB, "embed_dim": FEATURES, "hidden_dim": 32, "num_heads": 4}
+    more = {"head_dim": 8, "num_kv_heads": 4, "final_logit_softcap": 2.0, "sliding_window_size": 8}
+    return model.Gemma4(model.ModelConfig(**sizes, **more), rngs=nnx.Rngs(0))
+
+
+def qwen2(**options):
+    """A model of Tunix that takes rows packed of several sequences, and casts to its own dtype."""
+    from tunix.models.qwen2 import model
+
+    sizes = {"num_layers": 1, "vocab_size": VOCAB, "embed_dim": FEATURES, "hidden_dim": 32, "num_heads": 4}
+    more = {"head_dim": 8, "num_kv_heads": 4, "rope_theta": 10000, "norm_eps": 1e-5}
+    made = model.Qwen2(model.ModelConfig(**sizes, **more, **options), rngs=nnx.Rngs(0))
+    made.embedder.input_embedding[...] *= 0.05  # of deviation 1
+    return made
+
+
+MODELS = {
+    "llama3": llama3,
+    "llama3 tied": functools.partial(llama3, weight_tying=True),
+    "gemma2": gemma2,
+    "gemma4": gemma4,
+    "qwen2": qwen2,
+    "qwen2 tied": functools.partial(qwen2, use_tied_embedding=True),
+}
+
+
+def on(mesh, *models):
+    """The models as Tunix lays them out on a mesh."""
+    for model in models if mesh else ():
+        state = nnx.state(model)
+        with mesh:
+            nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+    return models[0]
+
+
+def batch(mesh, inputs):
+    """The inputs, laid out by rows."""
+    place = functools.partial(jax.device_put, device=mesh and jax.NamedSharding(mesh, jax.P("fsdp")))
+    return jax.tree.map(lambda x: place(jnp.asarray(x)), inputs)
+
+
+def inputs():
+    """What Tunix gives a model and its loss."""
+    from tunix.sft import utils
+
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    mask = jnp.arange(LENGTH) < np.random.default_rng(1).integers(6, LENGTH + 1, (ROWS, 1))
+    of_attention = {
+        "positions": utils.build_positions_from_mask(mask),
+        "attention_mask": utils.make_causal_attn_mask(mask),
+    }
+    return {"input_tokens": tokens, "input_mask": mask, **of_attention}
+
+
+def found(mesh, model, loss, *arguments, has_aux=False, of=nnx.Param, **named):
+    """Loss, metrics and gradients."""
+    gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, of), has_aux=has_aux)
+    with mesh or contextlib.nullcontext():
+        return nnx.jit(lambda model: gradients(model, *arguments, **named))(model)
+
+
+def assert_same(got, want):
+    """Up to float32's rounding, and some gradient is not zero."""
+    want = dict(jax.tree.leaves_with_path(want))
+    for path, value in jax.tree.leaves_with_path(got):
+        np.testing.assert_allclose(value, want[path], rtol=1e-5, atol=1e-5, err_msg=str(path))
+    assert any(np.max(abs(x)) > 1e-3 for x in jax.tree.leaves(got[1]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tunix_sft(mesh, name):
+    peft_trainer = pytest.importorskip("tunix.sft.peft_trainer")
+    model, arguments = on(mesh, MODELS[name]()), batch(mesh, inputs())
+    theirs = found(mesh, model, peft_trainer._default_loss_fn, **arguments)
+    assert_same(found(mesh, model, tunix.sft_loss(), **arguments), theirs)
+
+
+def test_an_adapter_of_tunixs_head(mesh):
+    peft_trainer, qwix = pytest.importorskip("tunix.sft.peft_trainer"), pytest.importorskip("qwix")
+    model = llama3()
+    provider = qwix.LoraProvider(module_path=".*lm_head", rank=4, alpha=8.0)
+    model = qwix.apply_lora_to_model(model, provider, rngs=nnx.Rngs(1), **model.get_model_input())
+    model.lm_head.w_lora_b[...] = jax.random.normal(jax.random.key(0), (4, VOCAB))
+    arguments = {"of": nnx.LoRAParam, **batch(mesh, inputs())}
+    theirs = found(mesh, on(mesh, model), peft_trainer._default_loss_fn, **arguments)
+    assert_same(found(mesh, model, tunix.sft_loss(lora_scale=2.0), **arguments), theirs)
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """Has Tunix use our log-probabilities in one test; the result is the calls that it makes."""
+    common, algo_core = pytest.importorskip("tunix.rl.common"), pytest.importorskip("tunix.rl.algo_core")
+    calls, original = [], tunix.linear_log_probs
+    monkeypatch.setattr(tunix, "linear_log_probs", lambda *a, **k: calls.append(k) or original(*a, **k))
+    for module, name in (
+        (common, "get_per_token_logps"),
+        (common, "compute_per_token_logps"),
+        (algo_core, "compute_entropy_from_logits"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
+
+    def patch():
+        jax.clear_caches()
+        tunix.patch_log_probs()
+        return calls
+
+    yield patch
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(("algorithm", "name"), [("dpo", "llama3"), ("dpo", "llama3 tied"), ("orpo", "gemma2")])
+def test_tunix_dpo(mesh, patched, algorithm, name):
+    dpo_trainer = pytest.importorskip("tunix.sft.dpo.dpo_trainer")
+    given, count = inputs(), LENGTH // 2
+    ids, mask = given.pop("input_tokens"), given.pop("input_mask")
+    refs = {"ref_chosen_logps": -30 * np.ones(ROWS // 2), "ref_rejected_logps": -31 * np.ones(ROWS // 2)}
+    arrays = batch(mesh, {"input_ids": ids, "completion_mask": mask[:, -count:], **given, **refs})
+    model, example = on(mesh, MODELS[name]()), dpo_trainer.TrainExample(**arrays, logits_to_keep=count)
+    call = functools.partial(found, mesh, model, dpo_trainer.dpo_loss_fn, example, algorithm=algorithm, has_aux=True)
+    theirs, calls = call(), patched()
+    assert_same(call(), theirs)
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [("grpo", "gemma2"), ("grpo", "qwen2 packed"), ("gspo-token", "qwen2 tied"), ("ppo", "llama3"), ("ppo", "gemma2")],
+)
+def test_tunix_policy_losses(mesh, patched, policy, name):
+    algo_core, common = pytest.importorskip("tunix.rl.algo_core"), pytest.importorskip("tunix.rl.common")
+    packed, count, rng = name.endswith("packed"), LENGTH // 2, np.random.default_rng(2)
+    model, ids = on(mesh, MODELS[name.removesuffix(" packed")]()), inputs()["input_tokens"]
+    if packed:
+        count, segments = LENGTH, np.tile([1] * (LENGTH // 2) + [2] * (LENGTH // 2), (ROWS, 1))
+        more = {"segment_ids": segments, "segment_positions": np.tile(np.arange(LENGTH) % (LENGTH // 2), (ROWS, 1))}
+    else:
+        more = {}
+        ids[::2, -2:] = 0  # padding
+    example = {
+        "prompt_ids": ids[:, :-count],
+        "completion_ids": ids[:, -count:],
+        "prompt_mask": ids[:, :-count] != 0,
+        "completion_mask": (ids[:, -count:] != 0) & (np.arange(count) > 0),
+        "advantages": rng.normal(size=(ROWS, count) if packed or policy == "ppo" else ROWS),
+        "ref_per_token_logps": rng.normal(-4.5, 0.3, (ROWS, count)),
+        "old_per_token_logps": rng.normal(-4.5, 0.3, (ROWS, count)),
+    }
+    config = types.SimpleNamespace(
+        beta=0.04, kl_loss_mode="low_var_kl", kl_clamp_value=None, epsilon=0.2, loss_algo=policy, temperature=0.7,
+        loss_agg_mode="token-mean", epsilon_low=0.2, epsilon_high=0.3, entropy_coef=0.1, kl_coef=0.1,
+    )  # fmt: skip
+    loss = algo_core.ppo_policy_loss_fn if policy == "ppo" else algo_core.grpo_loss_fn
+    example = common.TrainExample(**batch(mesh, {**example, **more}))
+    call = functools.partial(found, mesh, model, loss, example, config, pad_id=0, eos_id=1, has_aux=True)
+    theirs, calls = call(), patched()
+    assert_same(call(), theirs)
+    assert calls
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_tunix_distillation(mesh, name):
+    strategies = pytest.importorskip("tunix.distillation.strategies")
+    given = batch(mesh, inputs())
+    student, teacher = on(mesh, MODELS[name]()), on(mesh, llama3(2 * FEATURES, 1))
+
+    def forward(model, input_tokens, input_mask, positions, attention_mask):
+        return model(input_tokens, positions, None, attention_mask)[0][:, :-1]
+
+    def labels(input_tokens, input_mask, **_):
+        return jnp.where(input_mask, input_tokens, -100)[:, 1:]
+
+    results = []
+    for make, labels_fn in (
+        (tunix.logit_strategy, labels),
+        (strategies.LogitStrategy, lambda **x: jax.nn.one_hot(labels(**x), VOCAB)),
+    ):
+        strategy = make(forward, forward, labels_fn, temperature=2.0, alpha=0.3)
+        with mesh or contextlib.nullcontext():
+            output = strategy.get_teacher_outputs(teacher, given)
+            evaluated = nnx.jit(strategy.get_eval_loss)(student, given)
+        loss = functools.partial(strategy.get_train_loss, teacher_output=output, inputs=given)
+        results.append((*found(mesh, student, loss, has_aux=True), evaluated))
+    assert_same(*results)
+
+
+def rows(count):
+    """Batches as Tunix's trainer takes them."""
+    peft_trainer = pytest.importorskip("tunix.sft.peft_trainer")
+    given = inputs()
+    return [peft_trainer.TrainingInput((given["input_tokens"] + i) % VOCAB, given["input_mask"]) for i in range(count)]
+
+
+def test_tunixs_trainers_train(mesh):
+    """By the hooks, with the caches of their own."""
+    optax, peft_trainer = pytest.importorskip("optax"), pytest.importorskip("tunix.sft.peft_trainer")
+    distillation = pytest.importorskip("tunix.distillation")
+    config = peft_trainer.TrainingConfig(eval_every_n_steps=1, max_steps=3, gradient_accumulation_steps=2)
+
+    def of_model(x):
+        return {**inputs(), "input_tokens": x.input_tokens}
+
+    def forward(model, input_tokens, input_mask, positions, attention_mask):
+        return model(input_tokens, positions, None, attention_mask)[0]
+
+    def trained(ours, distilled):
+        model = on(mesh, llama3())
+        if distilled:
+            make = tunix.logit_strategy if ours else distillation.strategies.LogitStrategy
+            labels = (lambda x: x) if ours else functools.partial(jax.nn.one_hot, num_classes=VOCAB)
+            strategy = make(forward, forward, lambda **x: labels(x["input_tokens"]))
+            kind = distillation.distillation_trainer.DistillationTrainer
+            trainer = kind(model, on(mesh, llama3(seed=1)), strategy, optax.sgd(0.1), config)
+        else:
+            trainer = peft_trainer.PeftTrainer(model, optax.sgd(0.1), config)
+            if ours:
+                trainer = trainer.with_loss_fn(tunix.sft_loss())
+        with mesh or contextlib.nullcontext():
+            trainer.with_gen_model_input_fn(of_model).train(rows(6), rows(1))
+        return 0.0, nnx.state(model)
+
+    for distilled in (False, True):
+        assert_same(trained(True, distilled), trained(False, distilled))
+
+
+def test_a_model_that_tunix_does_not_make_is_refused():
+    pytest.importorskip("tunix")
+    loss, given = tunix.sft_loss(), {**inputs()}
+    with pytest.raises(TypeError, match="model is a Linear, with no lm_head and no embedder that decodes"):
+        loss(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), **given)
+    model = llama3(weight_tying=True)
+    model.embedder.input_embedding_lora_a = nnx.LoRAParam(jnp.ones((2, 2)))
+    with pytest.raises(TypeError, match="the embedder of this Llama3 has an adapter"):
+        loss(model, **given)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard_mode", ["auto", "explicit"])
+def test_maxtext(mesh, monkeypatch, tied, shard_mode):
+    package = pytest.importorskip("maxtext")
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import train
+    from maxtext.utils import maxtext_utils, maxtext_utils_nnx, model_creation_utils
+
+    rng, shape = np.random.default_rng(0), (ROWS, LENGTH)
+    layout = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2} if mesh else {}
+    config = pyconfig.initialize(
+        ["test", f"{package.__path__[0]}/configs/base.yml"], run_name="test", enable_checkpointing=False,
+        dataset_type="synthetic", skip_jax_distributed_system=True, base_emb_dim=FEATURES, base_num_query_heads=2,
+        base_num_kv_heads=2, head_dim=8, base_mlp_dim=32, base_num_decoder_layers=1, vocab_size=VOCAB,
+        max_target_length=LENGTH, dtype="float32", weight_dtype="float32", matmul_precision="highest",
+        num_vocab_tiling=2, attention="dot_product", logits_via_embedding=tied, z_loss_multiplier=0.01 * tied,
+        shard_mode=shard_mode, per_device_batch_size=ROWS // jax.device_count(), **layout,
+    )  # fmt: skip
+    devices = maxtext_utils.get_mesh_from_config(config, None if mesh else jax.devices()[:1])
+    data = {f"{name}_segmentation": jnp.ones(shape, jnp.int32) for name in ("inputs", "targets")}
+    data |= {name: jnp.asarray(rng.integers(0, VOCAB, shape), jnp.int32) for name in ("inputs", "targets")}
+    data |= {"inputs_position": jnp.broadcast_to(jnp.arange(LENGTH), shape)}
+    data["targets_segmentation"] = data["targets_segmentation"].at[:, 9:].set(0)
+    with logical_axis_rules(config.logical_axis_rules), jax.set_mesh(devices):
+        create, abstract = model_creation_utils.create_nnx_abstract_model(config, devices)
+        model = maxtext_utils_nnx.create_nnx_sharded_model(abstract, create, devices)
+
+        def call():
+            def loss(model):
+                value, more = train.loss_fn(model, config, dict(data), None, None)
+                return value, {name: more[name] for name in ("xent_sum", "z_loss", "total_weights")}
+
+            return found(None, model, loss, has_aux=True)
+
+        theirs = call()
+        monkeypatch.setattr(train, "vocab_tiling_nnx_loss", None)  # to be put back
+        maxtext.patch_vocab_tiling()
+        ours = call()
+    if tied:  # both round what the head gives the table's gradient to bfloat16
+        got, want = (x[1]["token_embedder"].pop("embedding")[...] for x in (ours, theirs))
+        np.testing.assert_allclose(got, want, atol=np.max(abs(want)) / 2**8)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("call", [tunix.sft_loss, tunix.patch_log_probs, maxtext.patch_vocab_tiling])
+def test_the_package_and_its_version_are_checked_first(monkeypatch, call):
+    def version(name):
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = None
+    with pytest.raises(ModuleNotFoundError, match=r"is not installed: pip install (google-tunix|maxtext)==0"):
+        call()
+    found = "9.9"
+    monkeypatch.setitem(sys.modules, "tunix", None)
+    monkeypatch.setitem(sys.modules, "maxtext", None)
+    with (
+        pytest.warns(UserWarning, match=r"(tunix|maxtext) 9\.9 was not tested with flax_modules; tested: 0"),
+        contextlib.suppress(ModuleNotFoundError),
+    ):
+        call()
