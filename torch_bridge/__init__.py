@@ -2,9 +2,9 @@
 
 `linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` take a head, `linear_distillation` two;
 `cross_entropy` and `selective_log_softmax` take stored logits. `LinearCrossEntropyLoss` is the module.
-`PipelineFusedLoss` serves a pipeline-parallel model, `vocab_parallel_cross_entropy` and `vocab_parallel_log_probs` a
-head split over a process group, and `patch_causal_lm` a Hugging Face model. `to_jax` and `to_torch` exchange tensors
-and arrays; `memory_usage` shows a device's memory.
+`PipelineFusedLoss` serves a pipeline-parallel model, `vocab_parallel_cross_entropy`, `vocab_parallel_log_probs` and
+`vocab_parallel_distillation` heads split over a process group, and `patch_causal_lm` a Hugging Face model. `to_jax` and
+`to_torch` exchange tensors and arrays; `memory_usage` shows a device's memory.
 
 Needs the extra `torch`. Importing this package does not import PyTorch; it keeps a JAX that has not started yet from
 taking most of a GPU's memory (see `torch_bridge.memory`).
@@ -18,6 +18,7 @@ from torch_bridge import memory
 if TYPE_CHECKING:
     from torch_bridge.api.cross_entropy import cross_entropy as cross_entropy
     from torch_bridge.api.distillation import linear_distillation as linear_distillation
+    from torch_bridge.api.distillation import vocab_parallel_distillation as vocab_parallel_distillation
     from torch_bridge.api.linear import linear_cross_entropy as linear_cross_entropy
     from torch_bridge.api.linear import linear_log_probs as linear_log_probs
     from torch_bridge.api.linear import linear_row_statistics as linear_row_statistics
@@ -39,7 +40,7 @@ _HOMES = {
     name: home
     for home, names in {
         "api.cross_entropy": ["cross_entropy"],
-        "api.distillation": ["linear_distillation"],
+        "api.distillation": ["linear_distillation", "vocab_parallel_distillation"],
         "api.linear": ["linear_cross_entropy", "linear_log_probs", "linear_row_statistics"],
         "api.modules": ["LinearCrossEntropyLoss"],
         "api.vocab_parallel": ["vocab_parallel_cross_entropy", "vocab_parallel_log_probs"],

@@ -15,11 +15,11 @@ from pallas_ce.api.specs import WeightLike
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
-from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.divergences import Divergence, Name
 from pallas_ce.streaming.gradient_products import PerInput
+from pallas_ce.streaming.rows import flat_rows
 
 
 @documented
@@ -147,6 +147,7 @@ def read(
             teacher_weight,
             vocab_axis=student.spec.vocab_axis if teacher_vocab_axis is None else teacher_vocab_axis,
             vocab_size=options.get("vocab_size"),
+            mesh_axes=student.mesh_axes,
             **{name.removeprefix("teacher_"): value for name, value in of_teacher.items()},
         )
     except (ValueError, TypeError) as error:
@@ -162,39 +163,46 @@ def read(
             f"weight has {student.spec.weight_rows} vocabulary entries and teacher_weight {teacher.spec.weight_rows}; "
             "pass vocab_size, the entries that both have"
         )
-    # Six tiles: logits and log-probabilities of each head, their difference or slope, and the rounded dlogits.
-    streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
+    if student.mesh_axes and student.mesh_axes.vocabulary and student.spec.weight_rows != teacher.spec.weight_rows:
+        raise ValueError(
+            f"weight has {student.spec.weight_rows} vocabulary entries over the devices and teacher_weight "
+            f"{teacher.spec.weight_rows}; where mesh_axes names vocabulary={student.mesh_axes.vocabulary}, each device "
+            "has the same entries of both: pad the smaller weight, and pass vocab_size"
+        )
+    streams = two_heads.streams(student.spec, teacher.spec, student.scratch_bytes)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
     choice("divergence", divergence, get_args(Name))
     beta = check_beta(beta)
     between = Divergence(divergence, beta if divergence == "jsd" else 0.5)
-    return two_heads.Pair(between, streams, student.decided(teacher, task="pair").how), student, teacher
+    student = student.decided(teacher, task="pair")
+    return two_heads.Pair(between, student.how), student, teacher
 
 
 @program(static=1, by_row=lambda pair, student, *_: student.options.by_row)
 def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Known | None = None) -> jax.Array:
     """The loss. `known`: what `keep` has found for the same call."""
-    operands = _operands(student, teacher)
-    batch, head, mask, constant = operands[:4]
+    given = operands(student, teacher)
     if not student.tokens:
-        values = jnp.zeros(0, student.spec.accumulator)
+        values = jnp.zeros(student.leading, student.spec.accumulator)
     elif pair.how.mode is not None:
-        values = two_heads.row_divergences(pair, reverse_mode_only(operands._replace(known=known)))
+        values = two_heads.row_divergences(pair, reverse_mode_only(given._replace(known=known)))
     else:
+        batch, mask, hidden = flat_rows(student.leading, (given.batch, given.mask, given.inputs.hidden))
         values = reference.divergences(
-            pair.divergence, batch.hidden, head, mask, constant.hidden, constant.head, batch.inverse_temperature
-        )
-    return student.options.reduced(values, mask, student.leading)
+            pair.divergence, batch.hidden, given.head, mask, hidden, given.inputs.head, batch.inverse_temperature
+        ).reshape(student.leading)
+    return student.options.reduced(values, given.mask, student.leading, pair.how.total)
 
 
 def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`; None for the reference, which differentiates its logits anew."""
     del needs_grad
-    return two_heads.keep(pair, _operands(student, teacher)) if pair.how.mode and student.tokens else None
+    return two_heads.keep(pair, operands(student, teacher)) if pair.how.mode and student.tokens else None
 
 
-def _operands(student: Problem, teacher: Problem) -> Operands:
-    batch, head, mask = student.flat_rows_that_count()
-    constant, constant_head, _ = lax.stop_gradient(teacher.flat_rows_that_count())
+def operands(student: Problem, teacher: Problem) -> Operands:
+    """Of `two_heads`."""
+    batch, head, mask = student.rows_that_count()
+    constant, constant_head, _ = lax.stop_gradient(teacher.rows_that_count())
     return Operands(batch._replace(labels=None), head, mask, two_heads.Teacher(constant.hidden, constant_head))

@@ -174,7 +174,13 @@ class TeacherOptions(TypedDict, total=False):
 
 
 class DistillationOptions(TeacherOptions, HeadOptions, RowOptions, ReductionOptions, total=False):
-    """A divergence of two heads, reduced."""
+    """A divergence of two heads, reduced.
+
+    Attributes:
+        mesh_axes: inside a `shard_map`, how both heads and their rows are split over its axes; see `MeshAxes`.
+    """
+
+    mesh_axes: MeshAxes | None
 
 
 class SampledOptions(WeightOptions, ReductionOptions, total=False):

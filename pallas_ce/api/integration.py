@@ -6,7 +6,8 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
 - Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`, `is_int`; `read_logits_spec` to a
   `HeadSpec`.
 - The functions of a head in three steps, for wrappers that differentiate them by other means than JAX's:
-  `cross_entropy_steps`, `log_probs_steps`, `row_statistics_steps` and `distillation_steps` are modules with `read`
+  `cross_entropy_steps`, `log_probs_steps`, `row_statistics_steps`, `distillation_steps` and
+  `distillation_of_parts_steps` (columns that a process has of two heads) are modules with `read`
   (check the arguments and choose how to compute), `keep` (`Known`, the arrays that a backward needs for the inputs that
   a `PerInput` flags) and `compute`, which takes that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `Operands`, of a
@@ -20,6 +21,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
 # ruff: noqa: F401
 
 from pallas_ce.api import distillation as distillation_steps
+from pallas_ce.api import distillation_of_parts as distillation_of_parts_steps
 from pallas_ce.api import linear_cross_entropy as cross_entropy_steps
 from pallas_ce.api import log_probs as log_probs_steps
 from pallas_ce.api import row_statistics as row_statistics_steps

@@ -48,10 +48,12 @@ class Options:
         weights = None if self.token_weights is None else shifted(self.token_weights, 0)
         return dataclasses.replace(self, token_weights=weights)
 
-    def reduced(self, values: jax.Array, mask: jax.Array | None, leading: tuple[int, ...]) -> jax.Array:
-        """The loss from `values [N]` of rows of the shape `leading`; rows count where `mask [N]` is True."""
-        weights = None if self.token_weights is None else self.token_weights.reshape(-1)
-        loss = reduce_rows(values, mask, weights, self.reduction, self.normalizer)
+    def reduced(
+        self, values: jax.Array, mask: jax.Array | None, leading: tuple[int, ...], total: Total = lambda x: x
+    ) -> jax.Array:
+        """The loss from values of rows of the shape `leading`, `[...]` or `[N]`; they count where `mask` is True."""
+        weights = None if self.token_weights is None else self.token_weights.reshape(values.shape)
+        loss = reduce_rows(values, mask, weights, self.reduction, self.normalizer, total)
         return loss.reshape(leading) if self.by_row else loss
 
     def row_loss(

@@ -163,7 +163,7 @@ class Problem:
 
         Which device it is, `arrays` may know, by default hidden states and weight.
         """
-        if task == "head" and (doubt := check_split(self)):
+        if WORK[task].split and (doubt := check_split(self)):
             warn_once(doubt)
         how = decide(
             self.spec,

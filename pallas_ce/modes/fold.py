@@ -8,7 +8,6 @@ operations replaces the fold over tiles and leaves the rest.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -98,30 +97,40 @@ def over_rows_that_count[Out](
     empty: Callable[[int], Out],
     rows: RowArrays,
     head: Head,
-    *shared: Any,
 ) -> Out:
     """`visit` of the rows that count, block by block; `empty` in the others, whose work is skipped.
 
     Args:
         how: how it is carried out.
-        visit: `(how, plan, rows, head, *shared) -> out` of one block, trees of `[n, ...]`.
+        visit: `(how, plan, rows, head) -> out` of one block, trees of `[n, ...]`.
         block_sizes: `(how, tokens) -> plan` of at least one row.
         empty: `N -> out` of rows that do not count.
         rows: `[N, ...]`.
         head: the head.
-        *shared: trees of arrays that all rows share.
     """
 
-    def operation(how: How, local: Local, *shared: Any) -> tuple[Out, Arrays]:
-        rows, tokens = local.rows, local.rows.batch.hidden.shape[0]
-        if tokens == 0:
-            return empty(0), NO_ARRAYS
-        plan, by_row = block_sizes(how, tokens), rows._replace(mask=None)
+    def operation(how: How, local: Local) -> tuple[Out, Arrays]:
+        def of_block(plan: Plan, rows: RowArrays) -> Out:
+            return visit(how, plan, rows, local.head)
 
-        def body(block: RowBlock, out: Out) -> Out:
-            values = visit(how, plan, jax.tree.map(block.take, by_row), local.head, *shared)
-            return jax.tree.map(block.put, out, values)
+        return by_block(local.rows, functools.partial(block_sizes, how), of_block, empty), NO_ARRAYS
 
-        return Rows.counted(rows.mask).blocks(tokens, plan.rows).for_each(body, empty(tokens)), NO_ARRAYS
+    return streamed(how, operation, whole_head=True)(rows, head, NO_ARRAYS)[0]
 
-    return streamed(how, operation, whole_head=True)(rows, head, NO_ARRAYS, *shared)[0]
+
+def by_block[Out](
+    rows: RowArrays,
+    block_sizes: Callable[[int], Plan],
+    visit: Callable[[Plan, RowArrays], Out],
+    empty: Callable[[int], Out],
+) -> Out:
+    """`visit` of one device's flat rows that count, block by block; `empty` in the others."""
+    tokens = rows.batch.hidden.shape[0]
+    if tokens == 0:
+        return empty(0)
+    plan, by_row = block_sizes(tokens), rows._replace(mask=None)
+
+    def body(block: RowBlock, out: Out) -> Out:
+        return jax.tree.map(block.put, out, visit(plan, jax.tree.map(block.take, by_row)))
+
+    return Rows.counted(rows.mask).blocks(tokens, plan.rows).for_each(body, empty(tokens))

@@ -88,7 +88,8 @@ def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head:
     """`operation(how, local, *shared)` as an `Operation` on rows of any leading shape, mapped by `vmap`.
 
     It is called for one device, with what that works on: flat rows `[N, ...]`, and its part of the head. Under `jit`
-    that is the `whole_head` for operations that know no part of one.
+    that is the `whole_head` for operations that know no part of one. A `Head` among `shared`, with as many vocabulary
+    entries, is split as the head is.
 
     `how`, static and hashable, has `shards`, how the operation is split inside a `shard_map`; where None, `jit`'s
     partitioner splits it on a mesh. Its `variants(local)` are how a device's share is carried out: one way for every
@@ -98,6 +99,8 @@ def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head:
     def on_device(shards: Shards, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
         leading = rows.batch.leading
         rows, head = shards.enter(flat_rows(leading, rows), head)
+        of_shared = dataclasses.replace(shards, handed_whole=how.shards is None)  # by the partitioner
+        shared = tuple(of_shared.own_columns(x) if isinstance(x, Head) else x for x in shared)
         local = Local(shards, rows._replace(batch=head.with_low(rows.batch)), head, sums)
         cuda, *others = (functools.partial(operation, variant) for variant in how.variants(local))
         if others:  # both are traced and must return the same types; only one is lowered
@@ -135,19 +138,20 @@ def _made_manual(
         over = over._replace(hidden=over.hidden + axes, logit_scale=over.logit_scale + axes, down=over.down + axes)
         inner = dataclasses.replace(shards, vocabulary=shards.vocabulary + axes, sums=over)
 
-        def places(head_arrays: Any) -> Any:
+        def places(head_arrays: Any, like: Head = head) -> Any:
             def place(path: Any, _: Any) -> PartitionSpec:
-                names = _names_of_head(path, None if whole_head else head)
+                names = _names_of_head(path, None if whole_head else like)
                 return PartitionSpec(*(axes if name == "vocabulary" else None for name in names))
 
             return jax.tree.map_with_path(place, head_arrays)
 
         whole = PartitionSpec()
+        of_shared = (places(x, x) if isinstance(x, Head) else whole for x in shared)
         # `shard_map` has to be told which results there are, and only a trace tells which gradients are asked for.
         _, gradients = jax.eval_shape(functools.partial(operation, shards), rows, head, sums, *shared)
         return jax.shard_map(
             functools.partial(operation, inner),
-            in_specs=(whole, places(head), places(sums), *[whole] * len(shared)),
+            in_specs=(whole, places(head), places(sums), *of_shared),
             out_specs=(whole, places(gradients)),
             axis_names=set(automatic),
             check_vma=shards.typed,
@@ -209,10 +213,12 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
         jaxpr, consts = whole.jaxpr, whole.consts
         rows, head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (rows, head))
         parted = None if whole_head else head
-        in_names = _names("in", rows, parted, [*leaves, *consts], rows, (head, sums))
+        of_shared = [names for x in shared for names in _names_of_shared(x, parted is not None)]
+        in_names = _names("in", rows, parted, [*leaves, *consts], rows, (head, sums), of_shared)
         out_names = _names("out", rows, parted, jax.tree.leaves(results), *results)
         of_rows = len(jax.tree.leaves(rows))
         gatherable = of_rows + len(jax.tree.leaves(head))
+        of_sums = range(gatherable, gatherable + len(jax.tree.leaves(sums)))
 
         @custom_partitioning
         def call(*operands: jax.Array) -> list[jax.Array]:
@@ -224,11 +230,11 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
             specs = [spec_of(mesh, operand.sharding, operand.ndim) for operand in given[:count]]
             given_specs = jax.tree.unflatten(structure, specs)
             axes, shards = split(mesh, given_specs, rows, parted)
-            taken = axes
+            taken, gathered = axes, axes | {dim: without(axes[dim], shards.gathered) for dim in weight_names(parted)}
             if parted is not None and parted.weight.dtype.itemsize <= parted.spec.dtype.itemsize:
                 # The partitioner gathers it, once for the forward and the backward; a wider weight is narrowed first.
                 shards = dataclasses.replace(shards, handed_whole=True)
-                taken = axes | {dim: without(axes[dim], shards.gathered) for dim in weight_names(parted)}
+                taken = gathered
 
             apart = apart_over_width(mesh, given_specs, rows, parted, axes)
 
@@ -242,7 +248,10 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
                     rows, head, *more = jax.tree.unflatten(structure, operands[:count])
                     return jax.tree.leaves(operation(shards, *apart.joined(rows, head), *more))
 
-            places = [place(d, taken if i < gatherable else axes) for i, d in enumerate(in_names)]
+            places = [
+                place(d, taken if i < gatherable else axes if i in of_sums else gathered)
+                for i, d in enumerate(in_names)
+            ]
             if apart.hidden:
                 by_row = {name: without(axes[name], apart.hidden) for name in row_names(rows)}
                 places[0] = place(in_names[0], by_row | {in_names[0][-1]: apart.hidden})
@@ -262,15 +271,15 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
 
 
 def _names(
-    prefix: str, rows: RowArrays, head: Head | None, leaves: list[Any], by_row: Any, of_head: Any
+    prefix: str, rows: RowArrays, head: Head | None, leaves: list[Any], by_row: Any, of_head: Any, more: Any = ()
 ) -> list[Names]:
-    """The dimensions of `leaves`: the ones of `by_row`, of `of_head`, then of whole arrays.
+    """The dimensions of `leaves`: the ones of `by_row`, of `of_head`, `more`, then of whole arrays.
 
     A dimension that stays whole gets a name of its own, since equal names would mean equal sizes.
     """
     known = [row_names(rows)] * len(jax.tree.leaves(by_row))
     known += [_names_of_head(path, head) for path, _ in jax.tree.leaves_with_path(of_head)]
-    known += [()] * (len(leaves) - len(known))
+    known += [*more, *[()] * (len(leaves) - len(known) - len(more))]
     new = (f"{prefix}{i}" for i in itertools.count())
     return [(*names, *itertools.islice(new, x.ndim - len(names))) for x, names in zip(leaves, known, strict=True)]
 
@@ -280,6 +289,14 @@ def _names_of_head(path: Any, head: Head | None) -> Names:
     entries: Names = () if head is None else ("vocabulary",)
     names = {"weight": weight_names(head), "bias": entries, "up": entries}
     return names.get(path[-1].name, ())
+
+
+def _names_of_shared(x: Any, parted: bool) -> list[Names]:
+    """Of what all rows share: a head's vocabulary is split as the operation's own, its width is not."""
+    if not (parted and isinstance(x, Head)):
+        return [()] * len(jax.tree.leaves(x))
+    of_head = (_names_of_head(path, x) for path, _ in jax.tree.leaves_with_path(x))
+    return [tuple("other_width" if name == "width" else name for name in names) for names in of_head]
 
 
 def replicated(x: jax.Array) -> jax.Array:

@@ -88,7 +88,7 @@ class Shards:
         """The device's rows, gathered, its columns of the head, and labels counted from the first of them."""
         if self.sequence:
             rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
-        head = self._local_head(self.gather(head))
+        head = self.own_columns(head)
         return rows._replace(batch=rows.batch._replace(labels=self.columns(rows.batch.labels, head))), head
 
     def columns(self, ids: jax.Array | None, local: Head) -> jax.Array | None:
@@ -109,8 +109,9 @@ class Shards:
         bias, up = jax.tree.map(lambda x: _gather(x, self.gathered_vocabulary, 0), (bias, head.up))
         return dataclasses.replace(head, weight=weight, bias=bias, up=up)
 
-    def _local_head(self, head: Head) -> Head:
-        """The columns that this device streams."""
+    def own_columns(self, head: Head) -> Head:
+        """The columns that this device streams, gathered."""
+        head = self.gather(head)
         spec = head.spec
         if not self.vocabulary:
             return head
@@ -136,22 +137,12 @@ class Shards:
     def merge(self, partial: Partial, local: Head) -> Partial:
         """Statistics over the whole vocabulary from statistics of this device's columns, in one collective.
 
-        Each device needs the others' maxima to add up their sums of exponentials. So all are told all: one sum of a
-        table with a place for each device, which the others leave 0. The argmax costs a collective more.
+        The argmax costs a collective more.
         """
         if not self.vocabulary:
             return partial
         own, added = partial._replace(target_logit=None, argmax=None), partial.target_logit
-        devices = jnp.arange(axis_size(self.vocabulary))
-        here = devices == lax.axis_index(self.vocabulary)
-        table = jax.tree.map(lambda x: jnp.where(here[:, None], x, 0), own)
-        leaves, structure = jax.tree.flatten((table, added))
-        if leaves:  # as one array: one collective
-            total = lax.psum(jnp.concatenate([x.reshape(-1) for x in leaves]), self.vocabulary)
-            ends = list(itertools.accumulate(x.size for x in leaves))
-            leaves = [part.reshape(x.shape) for part, x in zip(jnp.split(total, ends[:-1]), leaves, strict=True)]
-        table, added = jax.tree.unflatten(structure, leaves)
-        each = (jax.tree.map(operator.itemgetter(i), table) for i in range(len(devices)))
+        each, added = self.of_each(own, added)
         whole = functools.reduce(merge, each)
         if partial.argmax is not None:
             # Ties: the lowest id. Columns are counted from 0 again on the way out.
@@ -162,6 +153,25 @@ class Shards:
             )
             whole = whole._replace(argmax=lax.pmin(mine, self.vocabulary))
         return whole._replace(target_logit=added)
+
+    def of_each[Own, Added](self, own: Own, added: Added) -> tuple[list[Own], Added]:
+        """`own`, leaves `[N]`, of each device along the vocabulary, and the sum of what all have `added`.
+
+        In one collective. Each device needs the others' maxima to add up their sums of exponentials. So all are told
+        all: one sum of a table with a place for each device, which the others leave 0.
+        """
+        if not self.vocabulary:
+            return [own], added
+        devices = jnp.arange(axis_size(self.vocabulary))
+        here = devices == lax.axis_index(self.vocabulary)
+        table = jax.tree.map(lambda x: jnp.where(here[:, None], x, 0), own)
+        leaves, structure = jax.tree.flatten((table, added))
+        if leaves:  # as one array: one collective
+            total = lax.psum(jnp.concatenate([x.reshape(-1) for x in leaves]), self.vocabulary)
+            ends = list(itertools.accumulate(x.size for x in leaves))
+            leaves = [part.reshape(x.shape) for part, x in zip(jnp.split(total, ends[:-1]), leaves, strict=True)]
+        table, added = jax.tree.unflatten(structure, leaves)
+        return [jax.tree.map(operator.itemgetter(i), table) for i in range(len(devices))], added
 
     def own_rows[Tree](self, rows: Tree) -> Tree:
         """The part of values `[N, ...]`, on which all devices agree, for the rows that came in on this one."""

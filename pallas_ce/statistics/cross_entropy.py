@@ -1,6 +1,7 @@
 """Losses as small differentiable functions of row statistics, and the reductions they share."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -43,10 +44,12 @@ def reduce_rows(
     token_weights: jax.Array | None,
     reduction: str,
     normalizer: jax.Array | float | None,
+    whole: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
     """`w_i·values_i` of the rows that count: each, their sum, or their sum over `normalizer`, by default `Σ w_i`.
 
-    Rows that the `mask` turns off are 0 and have gradients of exactly 0. Where no row counts the mean is 0.
+    Rows that the `mask` turns off are 0 and have gradients of exactly 0. Where no row counts the mean is 0. `whole`
+    makes a sum over these rows one over all rows that the call is about.
     """
     weights = jnp.ones_like(values) if token_weights is None else token_weights.astype(values.dtype)
     if mask is not None:
@@ -54,10 +57,11 @@ def reduce_rows(
     weighted = values if token_weights is None else zero_safe_product(weights, values)
     if reduction == "none":
         return weighted
-    total = jnp.sum(weighted)
+    total = whole(jnp.sum(weighted))
     if reduction == "sum":
         return total
-    return total * safe_inverse(jnp.sum(weights) if normalizer is None else jnp.asarray(normalizer, values.dtype))
+    count = whole(jnp.sum(weights)) if normalizer is None else jnp.asarray(normalizer, values.dtype)
+    return total * safe_inverse(count)
 
 
 @dataclasses.dataclass(frozen=True)

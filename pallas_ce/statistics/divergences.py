@@ -20,8 +20,10 @@ A row with a NaN has NaN normalisers on both sides. From there NaN reaches its v
 here selects by a comparison that NaN fails.
 """
 
+import functools
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +77,10 @@ class PairStatistics(NamedTuple):
     teacher: Normaliser  # and of the teacher's
     expected: jax.Array  # what the gradient subtracts: "reverse_kl": KL(p‖q), "jsd": KL(p‖m), "forward_kl": 0
 
+    def with_mixture(self, value: jax.Array, expected: jax.Array) -> Self:
+        """With the sums of `mixture_sums` over the whole vocabulary."""
+        return self._replace(value=not_negative(value), expected=expected)
+
 
 class PairPartial(NamedTuple):
     """The sums of each row over part of the vocabulary.
@@ -85,7 +91,7 @@ class PairPartial(NamedTuple):
 
     student: Partial  # maximum and sum of exponentials
     teacher: Partial
-    cross: jax.Array | None
+    cross: jax.Array | None = None
 
 
 def partial_of_tiles(
@@ -119,6 +125,11 @@ def merge_pairs(divergence: Divergence, a: PairPartial, b: PairPartial) -> PairP
     if a.cross is not None and b.cross is not None:
         cross = _measured_from(divergence, a, student, teacher) + _measured_from(divergence, b, student, teacher)
     return PairPartial(student, teacher, cross)
+
+
+def whole(divergence: Divergence, parts: Iterable[PairPartial]) -> PairStatistics:
+    """The statistics of the whole vocabulary, from its parts'."""
+    return finalise_pairs(divergence, functools.reduce(functools.partial(merge_pairs, divergence), parts))
 
 
 def _measured_from(divergence: Divergence, part: PairPartial, student: Partial, teacher: Partial) -> jax.Array:

@@ -121,6 +121,15 @@ def test_a_vocabulary_beyond_the_part_is_refused() -> None:
         beyond(ROWS, SMALL)
 
 
+def test_a_teacher_of_more_entries_is_refused_where_the_vocabulary_is_split() -> None:
+    apart = jax.shard_map(
+        lambda h, w, t: linear_distillation(h, w, h, t, vocab_size=16, mesh_axes=MeshAxes("tensor")),
+        mesh=mesh(), in_specs=(P(), P("tensor"), P("tensor")), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="weight has 24 vocabulary entries over the devices and teacher_weight 48"):
+        apart(ROWS, SMALL, jnp.concatenate([SMALL, SMALL]))
+
+
 def mapped(part: Any, rows: P, split: P, on: Any = None, **options: Any) -> Any:
     """The mean over devices, of a weight that varies inside a shard_map."""
 

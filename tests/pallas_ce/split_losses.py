@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import MeshAxes, linear_cross_entropy, linear_cross_entropy_and_gradients, linear_distillation
+from tests.pallas_ce.cases import DISTILLATIONS
 from tests.pallas_ce.layouts import (
     ALL,
     DIFFERENTIATED,
@@ -164,18 +165,70 @@ def test_a_loss_inside_a_shard_map_that_leaves_an_axis_automatic(layout: Layout,
     same(jax.jit(gradients(mapped))(*given), want)
 
 
-@pytest.mark.nightly(keep=2)
+def test_sampled_classes_inside_shard_map() -> None:
+    given, whole = arrays(64, False)[:2], functools.partial(sampled, normalizer=B * T)
+    mapped = differentiated(whole, ALL, (P(ALL), P()), (0, 1), inside=False, checked=True)
+    same(jax.jit(mapped)(*given), jax.value_and_grad(whole, (0, 1))(*given))
+
+
+def distilled(
+    hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, token_weights: Any, *teacher: Any,
+    vocabulary: int, **options: Any,
+) -> Any:  # fmt: skip
+    """The loss from a wider teacher; the last three entries do not exist."""
+    return linear_distillation(
+        hidden, weight, *teacher[:2], labels, bias=bias, logit_scale=scale, token_weights=token_weights,
+        teacher_bias=teacher[2], logit_softcap=5.0, temperature=1.3, vocab_size=vocabulary - 3, **options,
+    )  # fmt: skip
+
+
+@functools.cache
+def two_heads(layout: Layout) -> tuple[Any, Any]:
+    """Arrays of the call, the padding's NaN, and how they lie."""
+    given = arrays(layout.vocabulary, True, layout.low_rank)
+    keys = jax.random.split(jax.random.key(1), 2)
+    teacher = jax.random.normal(keys[0], (B, T, 24)), jax.random.normal(keys[1], (layout.vocabulary, 24))
+    given = (*given, teacher[0], teacher[1].at[-3:].set(jnp.nan), given[2][::-1])
+    return given, (*layout.specs, layout.hidden, layout.weight, layout.bias)
+
+
+@functools.cache
+def divergence_of(layout: Layout, divergence: Any, normalizer: float | None) -> Any:
+    """Value and gradients of stored logits."""
+    options = {"divergence": divergence, "vocabulary": layout.vocabulary, "normalizer": normalizer}
+    return gradients(functools.partial(distilled, implementation="reference", **options))(*two_heads(layout)[0])
+
+
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
-def test_other_losses_inside_shard_map(inside: bool, checked: bool) -> None:
-    hidden, weight = arrays(64, False)[:2]
-    given = {linear_distillation: (hidden, weight, hidden[..., ::-1], weight)}
-    if checked and not inside:
-        given[sampled] = hidden, weight
-    for function, arguments in given.items():
-        whole = functools.partial(function, normalizer=B * T)
-        mapped = differentiated(whole, ALL, (P(ALL), P()) * (len(arguments) // 2), (0, 1), inside, checked)
-        same(jax.jit(mapped)(*arguments), jax.value_and_grad(whole, (0, 1))(*arguments))
+@pytest.mark.parametrize("divergence", DISTILLATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS, **IDS)
+def test_a_divergence_inside_shard_map(layout: Layout, divergence: Any, inside: bool, checked: bool) -> None:
+    """Both heads split alike; by the mean's own normaliser where the devices share it."""
+    layout, normalizer = layout.with_term(divergence == "jsd"), 30.0 if layout.only_rows else None
+    (given, specs), want = two_heads(layout), divergence_of(layout, divergence, normalizer)
+    axes = MeshAxes(**layout.axes, grad=None if checked else "inside" if inside else "outside")
+    local = functools.partial(
+        distilled, divergence=divergence, vocabulary=layout.vocabulary, mesh_axes=axes,
+        normalizer=normalizer, scratch_bytes=20_000,
+    )  # fmt: skip
+    same(jax.jit(differentiated(local, layout.only_rows, specs, DIFFERENTIATED, inside, checked))(*given), want, 2e-5)
+
+
+@pytest.mark.nightly(keep=3)
+@pytest.mark.parametrize("kind", KINDS, **IDS)
+@pytest.mark.parametrize("layout", LAYOUTS, **IDS)
+def test_a_divergence_by_the_arrays_own_shardings(layout: Layout, kind: AxisType) -> None:
+    """Gradients lie as their inputs."""
+    explicit, on = kind == AxisType.Explicit, mesh(kind)
+    given, specs = two_heads(layout)
+    step = jax.jit(gradients(functools.partial(distilled, divergence="jsd", vocabulary=layout.vocabulary)))
+    with jax.set_mesh(on) if explicit else contextlib.nullcontext():
+        given = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, specs, strict=True)]
+        got = step(*given)
+        same(got, divergence_of(layout, "jsd", None), 2e-5)
+        assert_laid_as(got[1], [given[place] for place in DIFFERENTIATED], explicit)
 
 
 @pytest.mark.nightly(keep=2)

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.head import Batch, Head
 from pallas_ce.streaming.tiles import Tile
+from tests.pallas_ce import plain
 
 
 def exact_head(seed: int, n: int, h: int, v: int, closed: float = 0.0) -> dict[str, Any]:
@@ -59,6 +61,18 @@ def assert_top_k(found: Any, z: np.ndarray, k: int, temperature: Any, mask: Any,
     wanted = np.where(counts, log_probs, 0)[~infinite]
     np.testing.assert_allclose(np.asarray(found.log_probs)[~infinite], wanted, rtol=64 * unit, atol=16 * unit)
     assert not np.isfinite(np.asarray(found.log_probs)[infinite & counts[:, 0]]).any()
+
+
+def stored_divergence(arrays: dict[str, Any], divergence: str, beta: float, temperature: Any, o: dict[str, Any]) -> Any:
+    """Each row's divergence, from stored logits."""
+    by_row = jnp.broadcast_to(jnp.asarray(temperature, float), arrays["hidden"].shape[:1])
+    z, y = (
+        plain.logits(
+            arrays | {"temperature": by_row}, slice(None), o.get("vocab_size"), o.get(f"{side}logit_softcap"), side
+        )
+        for side in ("", "teacher_")
+    )
+    return plain.divergence(divergence, beta, z, y, plain.FORMS["logsumexp"])
 
 
 @contextmanager

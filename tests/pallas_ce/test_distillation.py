@@ -1,6 +1,7 @@
 """`linear_distillation` against the definitions in float64."""
 
 import functools
+import itertools
 from typing import Any
 
 import hypothesis
@@ -12,24 +13,13 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_distillation
-from tests.pallas_ce import oracle, plain
+from pallas_ce.api.integration import distillation_of_parts_steps
+from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, relative_error, with_gradients
-from tests.pallas_ce.streamed import log_softmax, two_heads
+from tests.pallas_ce.streamed import log_softmax, stored_divergence, two_heads
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
-
-
-def _definition(arrays: dict[str, Any], divergence: str, beta: float, temperature: Any, o: dict[str, Any]) -> Any:
-    """Each row's divergence, from stored logits."""
-    by_row = jnp.broadcast_to(jnp.asarray(temperature, float), arrays["hidden"].shape[:1])
-    z, y = (
-        plain.logits(
-            arrays | {"temperature": by_row}, slice(None), o.get("vocab_size"), o.get(f"{side}logit_softcap"), side
-        )
-        for side in ("", "teacher_")
-    )
-    return plain.divergence(divergence, beta, z, y, plain.FORMS["logsumexp"])
 
 
 @pytest.mark.nightly(keep=1)
@@ -74,7 +64,7 @@ def test_value_and_gradients_match_the_definition_in_float64(data: Any, implemen
 
     def theirs(given: dict[str, Any]) -> Any:
         w = jnp.where(counts, given["token_weights"], 0)
-        rows = w * _definition(given, divergence, beta, temperature, options)
+        rows = w * stored_divergence(given, divergence, beta, temperature, options)
         return rows if reduction == "none" else rows.sum() / w.sum()
 
     def weighted(value: Any) -> Any:
@@ -89,6 +79,46 @@ def test_value_and_gradients_match_the_definition_in_float64(data: Any, implemen
     student = {k: g for k, g in gradients.items() if not k.startswith("teacher_")}
     assert_close({k: found[k] for k in student}, student, 1e-5, floor=2e-6)
     assert all(np.all(np.asarray(g) == 0) for k, g in found.items() if k.startswith("teacher_"))
+
+
+@pytest.mark.slow
+@hypothesis.given(data=st.data())
+def test_parts_that_processes_hold_match_the_definition_in_float64(data: Any) -> None:
+    n, v = data.draw(st.integers(1, 12)), data.draw(st.integers(3, 60))
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, v - 1), max_size=3))), v]
+    arrays = two_heads(data.draw(st.integers(0, 99)), n, 5, v, data.draw(st.sampled_from([0.1, 1.0, 5.0])))
+    bias = np.zeros((2, v), np.float32)
+    if data.draw(st.booleans()):  # the teacher closes columns, perhaps a whole part of them
+        bias[1, : data.draw(st.integers(0, v - 1))] = -1e4
+    arrays |= {"bias": bias[0], "teacher_bias": bias[1]}
+    divergence, beta = data.draw(st.sampled_from(DIVERGENCES)), 0.3
+    mask, temperature = np.arange(n) % 4 != 3, np.linspace(0.5, 3, n, dtype=np.float32)
+    options: dict[str, Any] = {"divergence": divergence, "beta": beta, "temperature": temperature, "row_mask": mask}
+    options |= {"reduction": "none", "logit_softcap": data.draw(st.sampled_from([None, 3.0]))}
+    cotangent = np.random.default_rng(1).normal(size=n) * mask
+    of_columns = ("weight", "bias", "teacher_weight", "teacher_bias")
+    each = [arrays | {k: arrays[k][a:b] for k in of_columns} for a, b in itertools.pairwise(cuts)]
+
+    def run(part: dict[str, Any], **known: Any) -> Any:
+        return distillation_of_parts_steps.compute(*distillation_of_parts_steps.read(**part, **options, **known))
+
+    def theirs(given: dict[str, Any]) -> Any:
+        return jnp.where(mask, stored_divergence(given, divergence, beta, temperature, options), 0)
+
+    def weighted(value: Any) -> Any:
+        return jnp.sum(value * cotangent)
+
+    known = {"parts": jnp.stack([run(part) for part in each], axis=1)}
+    if divergence == "jsd":
+        known["sums"] = sum(run(part, **known) for part in each)
+    with jax.enable_x64(True):
+        want, gradients = with_gradients(theirs, {k: x.astype(np.float64) for k, x in arrays.items()}, weighted)
+    found = [with_gradients(functools.partial(run, **known), part, weighted) for part in each]
+    for value, _ in found:
+        assert_close(value, want, 1e-5, floor=2e-6)
+    together = {k: np.concatenate([gradient[k] for _, gradient in found]) for k in of_columns[:2]}
+    together["hidden"] = sum(gradient["hidden"] for _, gradient in found)
+    assert_close(together, {k: gradients[k] for k in together}, 1e-5, floor=2e-6)
 
 
 ENDS = [1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6]
@@ -132,6 +162,15 @@ def test_a_mixture_of_almost_equal_heads_is_never_negative(implementation: Any) 
     assert np.any(np.asarray(found) > 0)
 
 
+def test_a_teacher_of_another_number_of_entries_is_cut_where_it_is_named() -> None:
+    p = two_heads(0, 9, 6, 40)
+    cut = {**p, "teacher_weight": p["teacher_weight"][:33]}
+    with pytest.raises(ValueError, match="weight has 40 vocabulary entries and teacher_weight 33; pass vocab_size"):
+        linear_distillation(**cut)
+    both = {**cut, "weight": p["weight"][:33]}
+    np.testing.assert_array_equal(linear_distillation(**cut, vocab_size=33), linear_distillation(**both))
+
+
 @every_divergence
 def test_a_head_against_itself_is_zero_with_zero_gradient(divergence: Any) -> None:
     p = two_heads(0, 9, 6, 40)
@@ -170,12 +209,12 @@ def test_bfloat16_gradients_are_as_accurate_as_materialised_float32_logits() -> 
     n = len(p["hidden"])
     for divergence in DIVERGENCES:
         with jax.enable_x64(True):
-            _, want = with_gradients(lambda a, d=divergence: _definition(a, d, 0.5, 1.0, {}).mean(), exact)
+            _, want = with_gradients(lambda a, d=divergence: stored_divergence(a, d, 0.5, 1.0, {}).mean(), exact)
 
         def from_logits(z: Any, d: str = divergence) -> Any:
             teacher = jnp.dot(arrays["teacher_hidden"], arrays["teacher_weight"].T, preferred_element_type=jnp.float32)
             heads = {"hidden": z, "weight": jnp.eye(500), "teacher_hidden": teacher, "teacher_weight": jnp.eye(500)}
-            return _definition(heads, d, 0.5, 1.0, {}).sum()
+            return stored_divergence(heads, d, 0.5, 1.0, {}).sum()
 
         with jax.default_matmul_precision("highest"):
             z = jnp.dot(arrays["hidden"], arrays["weight"].T, preferred_element_type=jnp.float32)

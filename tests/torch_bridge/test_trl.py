@@ -55,9 +55,25 @@ def test_the_heads_function_returns_what_trls_does(dtype, temperature, cap, scal
     assert alone[1:] == (None,) * 4
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_function_of_two_heads_returns_what_trls_own_does(beta):
+    theirs = pytest.importorskip("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    torch.manual_seed(0)
+    student, teacher = ((torch.randn(40, n, requires_grad=True), torch.randn(50, n), torch.randn(50)) for n in (16, 9))
+    options = beta, 0.7, 0.5, 3.0, 1.3, None
+    results = []
+    for function in (theirs, adapter.FusedHead(None)):
+        apply = super(theirs, theirs).apply if function is theirs else function.divergence
+        divergence, entropy = apply(*student, *teacher, *options)
+        (gradient,) = torch.autograd.grad((divergence * torch.linspace(-1, 2, 40)).sum(), student[0])
+        results.append((divergence, entropy, gradient))
+        assert not entropy.requires_grad
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture
 def trl(monkeypatch):
-    """TRL, and its own function back in its place."""
+    """TRL, and its own functions back in their places."""
     trl = pytest.importorskip("trl")
     pytest.importorskip("peft")
     with warnings.catch_warnings():
@@ -67,13 +83,19 @@ def trl(monkeypatch):
             getattr(trl, f"{name.split()[0]}Trainer")
     function = utils._ChunkedLogProbFunction  # other tests may have left ours there
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", getattr(function, "original", function))
+    if "apply" in vars(of_two := adapter._of_two_heads()):
+        del of_two.apply
     return trl
 
 
-def make():
-    torch.manual_seed(0)
+def make(seed=0):
+    torch.manual_seed(seed)
     sizes = SIZES | {"num_hidden_layers": 1, "eos_token_id": 1, "head_dim": 8}
     return hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, final_logit_softcapping=2.0, attn_implementation="eager"))
+
+
+def other():
+    return make(1)
 
 
 def tokenizer():
@@ -113,6 +135,7 @@ TRAINERS = {
     "KTO": (COMPLETIONS, {}, {"ref_model": make}),
     "GRPO": ({"prompt": TEXTS}, SAMPLED | {"cast_lm_head_to_fp32": True}, {"reward_funcs": letters}),
     "RLOO": ({"prompt": TEXTS}, SAMPLED, {"reward_funcs": letters}),
+    "Distillation": ({"prompt": TEXTS}, {"max_completion_length": 4, "beta": 0.3}, {"teacher_model": other}),
 }
 # RLOO asks for what GRPO does, KTO for what DPO does, and SFT with adapters for what DPO with adapters does.
 REPEATED = dict.fromkeys(("RLOO", "KTO", "SFT with adapters"), pytest.mark.nightly)
@@ -129,7 +152,7 @@ def trainer(trl, name, model, directory, **given):
         output_dir=str(directory), max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[],
         save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=1e-2, **options,
     )  # fmt: skip
-    further = {key: x() if x in (make, adapters) else x for key, x in further.items()} | given
+    further = {key: x() if x in (make, other, adapters) else x for key, x in further.items()} | given
     return getattr(trl, f"{kind}Trainer")(
         model=model, args=arguments, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(), **further
     )
@@ -161,7 +184,8 @@ def test_a_trainer_of_trl_trains_alike_by_the_bridges_calls_and_without_products
     assert not plain.bridged
     products, got, losses = trained(trl, name, patch_causal_lm(make()), tmp_path)
     assert products.wide == []
-    assert {"linear_row_statistics", "linear_row_statistics_backward"} == set(products.bridged)
+    function = "linear_distillation" if name == "Distillation" else "linear_row_statistics"
+    assert {"linear_row_statistics", function, f"{function}_backward"} == set(products.bridged)
     torch.testing.assert_close(losses, want_losses, rtol=1e-4, atol=1e-6)
     assert got.keys() == want.keys()
     for key, moved in want.items():
@@ -205,13 +229,15 @@ def test_trainers_of_trl_refuse_an_adapter_of_the_head(trl, tmp_path):
 
 def test_the_last_model_that_is_unpatched_gives_trl_its_function_back(trl):
     utils = importlib.import_module("trl.trainer.utils")
-    own = utils._ChunkedLogProbFunction
+    own, of_two = utils._ChunkedLogProbFunction, adapter._of_two_heads()
     first, second = patch_causal_lm(make()), patch_causal_lm(make(), implementation="xla", backward="recompute")
     assert utils._ChunkedLogProbFunction.options == {"implementation": "xla"}
     unpatch_causal_lm(first)
     assert utils._ChunkedLogProbFunction is not own
+    assert "apply" in vars(of_two)
     unpatch_causal_lm(second)
     assert utils._ChunkedLogProbFunction is own
+    assert "apply" not in vars(of_two)
 
 
 def test_the_default_environment_has_a_version_that_counts_as_tested():

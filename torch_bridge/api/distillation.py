@@ -1,15 +1,18 @@
-"""`linear_distillation` on PyTorch tensors: a student's head against a teacher's."""
+"""`linear_distillation` on PyTorch tensors: a student's head against a teacher's, both whole or split alike."""
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pallas_ce import LowRank
 from pallas_ce.api import integration
-from pallas_ce.api.integration import Reduction, documented
+from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
-from torch_bridge.api.options import WholeHeadOptions
-from torch_bridge.autograd.operator import LINEAR_DISTILLATION
+from torch_bridge.api.options import DistillationOptions, PartDistillationOptions
+from torch_bridge.api.vocab_parallel import Part, gathered
+from torch_bridge.autograd.operator import LINEAR_DISTILLATION, LINEAR_DISTILLATION_OF_PARTS
 from torch_bridge.autograd.partitioned import gathering
 
 
@@ -24,16 +27,7 @@ def linear_distillation(
     *,
     divergence: str = "forward_kl",
     beta: float = 0.5,
-    temperature: float | Tensor = 1.0,
-    row_mask: Tensor | None = None,
-    ignore_index: int | None = -100,
-    token_weights: Tensor | None = None,
-    reduction: Reduction = "mean",
-    normalizer: float | Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    teacher_logit_softcap: float | None = None,
-    teacher_logit_scale: float | Tensor = 1.0,
-    **options: Unpack[WholeHeadOptions],
+    **options: Unpack[DistillationOptions],
 ) -> Tensor:
     r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
 
@@ -55,18 +49,7 @@ def linear_distillation(
         target: `[...]` integers that only say which rows count, or None.
         divergence: "forward_kl", "reverse_kl", or "jsd", the generalised Jensen-Shannon divergence.
         beta: β of "jsd", strictly between 0 and 1.
-        temperature: T > 0 for both heads, a number or a tensor, `[]` or `[...]`. Multiply the loss by T² for gradients
-            whose size does not depend on it.
-        row_mask: `[...]` bool; rows where it is False do not count: no loss, gradients of exactly 0, no work.
-        ignore_index: rows with this target do not count, nor do those with a target outside the vocabulary.
-        token_weights: w `[...]`, differentiable.
-        reduction: "mean", "sum", or "none" for `w_i·divergence_i` `[...]`.
-        normalizer: what the mean divides by; by default Σ w over the rows that count.
-        teacher_bias: the teacher's `[V'']`.
-        teacher_logit_softcap: the cap of the teacher's logits.
-        teacher_logit_scale: their scale, a number or a scalar tensor.
         vocab_size: V; entries from there on are padding in both heads. By default all, if both have as many.
-        implementation: "xla" or None, or "reference" (materialised logits).
 
     Returns:
         Tensor: float32 (float64 for float64), `[]` or `[...]`; 0.0 when no row counts.
@@ -90,21 +73,112 @@ def linear_distillation(
         >>> hidden.grad.shape, teacher.weight.grad
         (torch.Size([6, 8]), None)
     """
-    integration.check_reduction(reduction, normalizer, "auto")
-    head = checks.head(input, linear_weight, **options)
-    teacher = checks.teacher(teacher_input, teacher_weight, teacher_bias, teacher_logit_scale, head.leading)
+    head, given = _checked(input, linear_weight, teacher_input, teacher_weight, divergence, beta, **options)
+    row_mask, ignore_index = options.get("row_mask"), options.get("ignore_index", -100)
     all_count = row_mask is None and target is not None
+    given["target"] = None if target is None else checks.labels(target, head.leading, ignore_index=ignore_index)
+    given["row_mask"] = None if all_count else checks.mask(row_mask, input)
+    loss: Tensor = head.shaped(LINEAR_DISTILLATION.call(given)[0])
+    return loss
+
+
+@documented
+@gathering
+def vocab_parallel_distillation(
+    input: Tensor,
+    linear_weight: Tensor | LowRank,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    validate_parts: bool = False,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    **options: Unpack[PartDistillationOptions],
+) -> Tensor:
+    r"""`linear_distillation` where each process of `group` has some rows of both heads' weights.
+
+    Every process calls it with the same tokens, and gets the same loss. `vocab_parallel_cross_entropy` says how the
+    vocabulary is split. A process gathers five numbers by row of each part, four for "jsd", whose two sums by row are
+    added up after that.
+
+    Args:
+        input: the student's `[..., H]`, the same on every process; its gradient is summed over them, in its dtype.
+        linear_weight: the student's `[V_k, H]`, the rows from `vocab_start` on; or a `pallas_ce.LowRank` of them.
+        teacher_input: `[..., H_t]`, the same on every process; H_t may differ from H.
+        teacher_weight: `[V_k, H_t]`, the rows of the same ids. Cut off, or fill up, a teacher's other entries before.
+        target: `[...]` integers in the whole vocabulary that only say which rows count, or None.
+        vocab_start: the id of this process's first row.
+        vocab_size: V, the entries of all processes together.
+        group: the processes; None for all of them.
+        validate_parts: compare the student's parts first, as in `vocab_parallel_cross_entropy`.
+        divergence: "forward_kl", "reverse_kl", or "jsd".
+        beta: β of "jsd".
+        logit_scale: a number, or a scalar tensor that every process has, whose gradient is summed over them.
+
+    Returns:
+        Tensor: float32 (float64 for float64), `[]` or `[...]`; 0.0 when no row counts.
+
+    Raises:
+        ValueError: a part that does not lie in the vocabulary, or is all of it with several processes in the group;
+            a teacher's part of another size; `torch.distributed` that is not initialised; and as
+            `linear_distillation`.
+        TypeError: as `linear_distillation`.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
+
+    Example:
+        On each of two processes that hold half of both heads of 1000 entries::
+
+            loss = vocab_parallel_distillation(
+                hidden, weight_part, of_teacher, teacher_part, vocab_start=500 * dist.get_rank(), vocab_size=1000)
+    """
+    part = Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
+    part.check(input, target, validate_parts, options)
+    if teacher_weight.shape[:1] != (part.rows,):
+        raise ValueError(
+            f"teacher_weight has shape {tuple(teacher_weight.shape)} and linear_weight {part.rows} rows: a process "
+            "needs the rows of the same ids of both"
+        )
+    known = {**options, "logit_scale": part.shared(options.get("logit_scale", 1.0))}
+    head, given = _checked(
+        part.shared(input), part.shared_weight, teacher_input, teacher_weight, divergence, beta, **cast(Any, known)
+    )
+    given["row_mask"] = checks.mask(options.get("row_mask"), input)
+    if target is not None:
+        _, counted = part.counted(checks.labels(target, head.leading), input, options)
+        given["row_mask"] = given["row_mask"] & counted.reshape(-1)
+    call = LINEAR_DISTILLATION_OF_PARTS.call
+    with torch.no_grad():
+        given["parts"] = gathered(call(given), group)[0].movedim(0, 1).contiguous()
+        if divergence == "jsd":
+            (given["sums"],) = call(given)
+            dist.all_reduce(given["sums"], group=group)
+    loss: Tensor = head.shaped(call(given)[0])
+    return loss
+
+
+def _checked(
+    input: Tensor,
+    linear_weight: Tensor | LowRank,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    divergence: str,
+    beta: float,
+    **options: Any,
+) -> tuple[checks.Head, dict[str, Any]]:
+    """The student's head, and what the operators take but for which rows count."""
+    integration.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
+    head = checks.head(input, linear_weight, **options)
+    bias, scale = options.get("teacher_bias"), options.get("teacher_logit_scale", 1.0)
     given: dict[str, Any] = {
-        "target": None if target is None else checks.labels(target, head.leading, ignore_index=ignore_index),
-        "row_mask": None if all_count else checks.mask(row_mask, input),
-        "token_weights": checks.of_tokens(token_weights, head.leading),
+        "token_weights": checks.of_tokens(options.get("token_weights"), head.leading),
         "divergence": divergence,
         "beta": beta,
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "teacher_logit_softcap": teacher_logit_softcap,
-        **checks.scalars(head.dtype, {"normalizer": normalizer}),
-        **checks.temperature(temperature, head.leading, head.dtype),
+        **checks.teacher(teacher_input, teacher_weight, bias, scale, head.leading),
+        **checks.scalars(head.dtype, options, "normalizer"),
+        **checks.temperature(options.pop("temperature", 1.0), head.leading, head.dtype),
     }
-    loss: Tensor = head.shaped(LINEAR_DISTILLATION.call(options | head.given | teacher | given)[0])
-    return loss
+    return head, options | head.given | given

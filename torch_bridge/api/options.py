@@ -86,6 +86,43 @@ class PartLogProbsOptions(HeadOptions, TargetOptions, total=False):
     """A head with targets that has a part of the vocabulary."""
 
 
+class TeacherOptions(TypedDict, total=False):
+    """A teacher's head, and a divergence from it by row, reduced.
+
+    Attributes:
+        temperature: T > 0 for both heads, a number or a tensor, `[]` or `[...]`. Multiply the loss by T² for gradients
+            whose size does not depend on it.
+        row_mask: `[...]` bool; rows where it is False do not count: no loss, gradients of exactly 0, no work.
+        ignore_index: rows with this target do not count, nor do those with a target outside the vocabulary.
+        token_weights: w `[...]`, differentiable.
+        reduction: "mean", "sum", or "none" for `w_i·divergence_i` `[...]`.
+        normalizer: what the mean divides by; by default Σ w over the rows that count.
+        teacher_bias: an entry for each row of the teacher's weight.
+        teacher_logit_softcap: the cap of the teacher's logits.
+        teacher_logit_scale: their scale, a number or a scalar tensor.
+        implementation: "xla" or None, or for a head with all of the vocabulary "reference" (materialised logits).
+    """
+
+    temperature: float | Tensor
+    row_mask: Tensor | None
+    ignore_index: int | None
+    token_weights: Tensor | None
+    reduction: Reduction
+    normalizer: float | Tensor | None
+    teacher_bias: Tensor | None
+    teacher_logit_softcap: float | None
+    teacher_logit_scale: float | Tensor
+    implementation: str | None
+
+
+class DistillationOptions(TeacherOptions, WholeHeadOptions, total=False):
+    """A divergence of two heads."""
+
+
+class PartDistillationOptions(TeacherOptions, HeadOptions, total=False):
+    """A divergence of two heads that have a part of the vocabulary."""
+
+
 class CrossEntropyOptions(WholeHeadOptions, LossOptions, total=False):
     """The loss of a head.
 

@@ -81,7 +81,7 @@ def vocab_parallel_cross_entropy(
             loss = vocab_parallel_cross_entropy(
                 hidden, weight_part, target, vocab_start=500 * dist.get_rank(), vocab_size=1000)
     """
-    part = _Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
+    part = Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
     part.check(input, target, validate_parts, options)
     checked = checks.loss(input.shape[:-1], vocab_size, input.dtype, target, **options)
     target, counted = part.counted(checked["target"], input, options)
@@ -153,7 +153,7 @@ def vocab_parallel_log_probs(
                 temperature=0.7, return_entropy=True)
             loss = -(advantage * row.log_prob).mean() - 0.01 * row.entropy.mean()
     """
-    part = _Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
+    part = Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
     part.check(input, target, validate_parts, options)
     target = checks.labels(target, input.shape[:-1], size=vocab_size, **options)
     target, counted = part.counted(target, input, options)
@@ -163,7 +163,7 @@ def vocab_parallel_log_probs(
     return row if return_entropy or return_argmax else row.log_prob
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """The rows of a head's weight on this process, which begin at `start`."""
 
     weight: LowRank
@@ -176,7 +176,19 @@ class _Part(NamedTuple):
         """How many."""
         return int(self.weight.weight.shape[0])
 
-    def check(self, input: Tensor, target: Tensor, validate_parts: bool, options: Any) -> None:
+    @property
+    def shared_weight(self) -> Tensor | LowRank:
+        """The weight; of a low-rank term every process has the whole `down`."""
+        if self.weight.down is None:
+            return self.weight.weight
+        return dataclasses.replace(self.weight, down=self.shared(self.weight.down))
+
+    def shared(self, x: Any) -> Any:
+        """What every process has; the gradient of a tensor is the sum of their shares."""
+        function: Any = _Shared
+        return function.apply(x, self.group) if isinstance(x, Tensor) else x
+
+    def check(self, input: Tensor, target: Tensor | None, validate_parts: bool, options: Any) -> None:
         """Checks what the functions of a part have in common, all but the target."""
         weight, rows, start, vocab_size = self.weight, self.rows, self.start, self.vocab_size
         are_ints = integration.is_int(start) and integration.is_int(vocab_size)
@@ -212,15 +224,11 @@ class _Part(NamedTuple):
         this process's part.
         """
         of_head = {name: x for name, x in options.items() if name in HeadOptions.__annotations__} | further
-        weight = self.weight
-        if weight.down is not None:
-            weight = dataclasses.replace(weight, down=_shared(weight.down, self.group))
-        if isinstance(scale := of_head.get("logit_scale"), Tensor):
-            of_head["logit_scale"] = _shared(scale, self.group)
+        of_head["logit_scale"] = self.shared(of_head.get("logit_scale", 1.0))
         within = target - self.start
         here: Any = linear_row_statistics(
-            _shared(input, self.group),
-            weight.weight if weight.down is None else weight,
+            self.shared(input),
+            self.shared_weight,
             torch.where(counted, within.clamp(0, self.rows - 1), -1),  # the target, or another entry of this part
             statistics=("lse", "target_logit", "log_prob", *names, *["max_logit"] * ("argmax" in names)),
             row_mask=counted,
@@ -239,7 +247,7 @@ class _Part(NamedTuple):
             # As bits, since float32 does not hold every id.
             integer = torch.int64 if here.lse.dtype == torch.float64 else torch.int32
             mine["argmax"] = (here.argmax + self.start).to(integer).view(here.lse.dtype)
-        parts = dict(zip(mine, _gathered(list(mine.values()), self.group), strict=True))
+        parts = dict(zip(mine, gathered(list(mine.values()), self.group), strict=True))
         lse, logit = parts["lse"], parts["logit"]
         largest = lse.detach().amax(0)
         reference = torch.where(largest.isinf(), 0.0, largest)
@@ -271,7 +279,7 @@ def _check_parts(weight: Tensor, start: int, vocab_size: int, group: dist.Proces
     """Compares the parts of all processes."""
     of_weight = [weight.sum(dtype=torch.float64), *(x.double() for x in weight.aminmax())]
     mine = [*torch.tensor([start, weight.shape[0], vocab_size]).to(of_weight[0]), *of_weight]
-    parts = _gathered(mine, group).detach().t().tolist()
+    parts = gathered(mine, group).detach().t().tolist()
     ranges = [(int(first), int(first + rows)) for first, rows, *_ in parts]
     bounds = [0, *(end for _, end in sorted(ranges))]
     if bounds != [*(first for first, _ in sorted(ranges)), vocab_size] or len({size for _, _, size, *_ in parts}) > 1:
@@ -288,19 +296,13 @@ def _check_parts(weight: Tensor, start: int, vocab_size: int, group: dist.Proces
             )
 
 
-def _gathered(mine: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+def gathered(mine: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
     """`[numbers, processes, ...]`: each number of all processes; differentiable in this process's own."""
     stacked = torch.stack([x.to(mine[0].dtype) for x in mine])
     parts = [torch.empty_like(stacked) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, stacked.detach(), group=group)
     parts[dist.get_rank(group)] = stacked
     return torch.stack(parts, 1)
-
-
-def _shared(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A tensor that every process has; its gradient is the sum of their shares."""
-    function: Any = _Shared
-    return cast(Tensor, function.apply(tensor, group))
 
 
 class _Shared(torch.autograd.Function):

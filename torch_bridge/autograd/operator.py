@@ -32,12 +32,24 @@ _BY_ROW = {
     "temperature": 1,
     "target": -1,
     "support": -1,
+    "parts": 0,
+    "sums": 0,
 }
 
 # Tensors of every head: the low-rank term of its weight is `[V, r]` and `[r, H]`.
 _HEAD = ("input", "linear_weight", "target", "linear_up", "linear_down", "linear_bias", "logit_scale")
 _TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logit_scale")
-_CONSTANT = {"target", "support", "class_weights", "logit_weights", "row_mask", "temperature", *_TEACHER}
+_CONSTANT = {
+    "target",
+    "support",
+    "class_weights",
+    "logit_weights",
+    "row_mask",
+    "temperature",
+    "parts",
+    "sums",
+    *_TEACHER,
+}
 
 
 # All but `vocab_axis`, in the order of the operators' schemas: what a call may leave out, and the types.
@@ -58,7 +70,8 @@ class Operation:
 
     def __init__(self, name: str, steps: Any, further: tuple[str, ...]) -> None:
         # Now and not when first read: torch.compile guards the attributes that a trace has read.
-        self.name, self.function, self.tensors = name, Function(getattr(pallas_ce, name), steps), _HEAD + further
+        self.name, self.tensors = name, _HEAD + further
+        self.function = Function(getattr(pallas_ce, name.removesuffix("_of_parts")), steps)
         # The bit of each tensor, or 0 if it has no gradient.
         self._bits = tuple([0 if x in _CONSTANT else 1 << place for place, x in enumerate(self.tensors)])
         self._missing: dict[str, Any] = dict.fromkeys(self.tensors) | _DEFAULTS
@@ -191,3 +204,7 @@ LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", integration.cross_entro
 LINEAR_ROW_STATISTICS = Operation("linear_row_statistics", integration.row_statistics_steps, _OF_ROWS)
 LINEAR_LOG_PROBS = Operation("linear_log_probs", integration.log_probs_steps, ("temperature", "support"))
 LINEAR_DISTILLATION = Operation("linear_distillation", integration.distillation_steps, _OF_DISTILLATION)
+_OF_PARTS = (*_OF_DISTILLATION, "parts", "sums")
+LINEAR_DISTILLATION_OF_PARTS = Operation(
+    "linear_distillation_of_parts", integration.distillation_of_parts_steps, _OF_PARTS
+)

@@ -3,7 +3,7 @@
 A trainer of TRL replaces the forward of its models and reference models by a head of its own (`add_fused_lm_head`). One
 function makes all that the head reads of the logits, `trl.trainer.utils._ChunkedLogProbFunction`. Only that function is
 replaced here: adapters, FSDP2, context parallelism and losses of routers stay TRL's. Its trainers refuse an adapter of
-the head, since that function is given the weight alone.
+the head, since that function is given the weight alone. `DistillationTrainer` has another function, of two heads.
 """
 
 import functools
@@ -15,8 +15,10 @@ import warnings
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torch_bridge.api.distillation import linear_distillation
 from torch_bridge.api.linear import linear_row_statistics
 
 # The versions whose trainers the tests have run.
@@ -30,6 +32,24 @@ _STATISTICS = {
     "mean_logits": "mean_logit",
     "is_top1": "argmax",
 }
+
+
+# The arguments of TRL's function of two heads, in its order, each with its name here.
+_OF_TWO_HEADS = {
+    "student_hidden": "input",
+    "student_weight": "linear_weight",
+    "student_bias": "linear_bias",
+    "teacher_hidden": "teacher_input",
+    "teacher_weight": "teacher_weight",
+    "teacher_bias": "teacher_bias",
+    "beta": "beta",
+    "temperature": "temperature",
+    "student_logit_scale": "logit_scale",
+    "student_final_logit_softcapping": "logit_softcap",
+    "teacher_logit_scale": "teacher_logit_scale",
+    "teacher_final_logit_softcapping": "teacher_logit_softcap",
+}
+_ENDS = {0.0: "forward_kl", 1.0: "reverse_kl"}
 
 
 class FusedHead:
@@ -75,9 +95,23 @@ class FusedHead:
             None if row.argmax is None else row.argmax == targets,
         )
 
+    def divergence(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """The divergence from a teacher, and the student's entropy, without gradient: `[N]` each.
+
+        Takes the place of `apply` of TRL's function of two heads, whose `arguments` these are: β is 0 for the forward
+        divergence, 1 for the reverse one.
+        """
+        given = dict(zip(_OF_TWO_HEADS.values(), arguments, strict=True)) | self.options
+        beta = given.pop("beta")
+        student = {name: x for name, x in given.items() if not name.startswith("teacher_")}
+        given |= {"divergence": "jsd", "beta": beta} if 0 < beta < 1 else {"divergence": _ENDS[beta]}
+        with torch.no_grad():
+            row: Any = linear_row_statistics(**student, statistics=("entropy",))
+        return linear_distillation(**given | {"reduction": "none", "implementation": None}), row.entropy
+
 
 def serve(model: Any, options: dict[str, Any]) -> None:
-    """Has TRL, where it is installed, compute by `linear_row_statistics`: in all models of the process, as of now.
+    """Has TRL, where it is installed, compute by this library: in all models of the process, as of now.
 
     Warns, once, where a version of TRL was not tested or has no such head. The options are of that function.
     """
@@ -86,6 +120,8 @@ def serve(model: Any, options: dict[str, Any]) -> None:
     head = utils._ChunkedLogProbFunction
     if not isinstance(head, FusedHead):
         head = utils._ChunkedLogProbFunction = FusedHead(head)
+        if (of_two := _of_two_heads()) is not None:
+            of_two.apply = head.divergence  # where the trainer's module looks, whenever it was imported
     head.options = options
     head.models.add(model)
 
@@ -96,6 +132,8 @@ def release(model: Any) -> None:
         head.models.discard(model)
         if not head.models:
             utils._ChunkedLogProbFunction = head.original
+            if (of_two := _of_two_heads()) is not None and "apply" in vars(of_two):
+                del of_two.apply  # its own is inherited
 
 
 def check_options(model: Any, forward: Any, of_a_loss: list[str]) -> None:
@@ -110,6 +148,16 @@ def check_options(model: Any, forward: Any, of_a_loss: list[str]) -> None:
             f"this {type(model).__name__} was patched with {of_a_loss}, but TRL's trainers compute their losses "
             "themselves, from log-probabilities: patch it without"
         )
+
+
+@functools.cache
+def _of_two_heads() -> Any:
+    """The class of TRL's function of two heads, or None where there is none with these arguments."""
+    try:
+        found = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    except (ImportError, AttributeError):
+        return None
+    return found if list(inspect.signature(found.forward).parameters)[1:] == [*_OF_TWO_HEADS] else None
 
 
 @functools.cache
