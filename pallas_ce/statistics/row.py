@@ -92,36 +92,37 @@ def partial_of_tile(
     return found
 
 
-def merge(a: Partial, b: Partial) -> Partial:
-    """Joins the partial statistics of two disjoint sets of columns, in either order.
+def merge(*parts: Partial) -> Partial:
+    """Joins the partial statistics of disjoint sets of columns, in any order.
 
-    Both sides are measured from the larger maximum M: `f = e^{m-M}`, then `Σ e^{z-M} = f·Σ e^{z-m}`,
+    All are measured from the larger maximum M: `f = e^{m-M}`, then `Σ e^{z-M} = f·Σ e^{z-m}`,
     `Σ e^{z-M}(z-M) = f·(Σ e^{z-m}(z-m) + (m-M)·Σ e^{z-m})` and `Σ e^{2(z-M)} = f²·Σ e^{2(z-m)}`.
-    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral. A NaN on either side
-    is one of the whole, and so is +inf.
+    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral. A NaN in one is one of
+    the whole, and so is +inf.
     """
-    if a.max is not None and b.max is not None:
-        top = larger(a.max, b.max)
-        a, b = moved(a, gap(a.max, top)), moved(b, gap(b.max, top))
-    return add(a, b)
+    if parts[0].max is None:
+        return add(*parts)
+    each = [(part, part.max) for part in parts if part.max is not None]
+    top = functools.reduce(larger, (m for _, m in each))
+    return add(*(moved(part, gap(m, top)) for part, m in each))
 
 
-# How many of the partial statistics are joined one after the other.
-_JOINED_IN_TURN = 8
+# How many of the partial statistics are joined at once.
+_JOINED = 8
 
 
-def joined(parts: Partial, join: Callable[[Partial, Partial], Partial] = merge) -> Partial:
+def joined(parts: Partial, join: Callable[..., Partial] = merge) -> Partial:
     """The `Partial` of all columns from partials of sets of columns, `[sets, ...]`, in one order whatever the rows.
 
-    Eight are joined one after the other, entry by entry, and then their results: a reduction of XLA's might choose its
+    Eight are joined entry by entry, and then their results: a reduction of XLA's might choose its
     order by the number of rows, and so would the bits of a row depend on the others.
     """
     while (count := len(jax.tree.leaves(parts)[0])) > 1:
-        size = -(-count // _JOINED_IN_TURN)
+        size = -(-count // _JOINED)
         whole = {
             field: jnp.pad(
                 x,
-                [(0, min(count, _JOINED_IN_TURN) * size - count), *[(0, 0)] * (x.ndim - 1)],
+                [(0, min(count, _JOINED) * size - count), *[(0, 0)] * (x.ndim - 1)],
                 constant_values=FIELDS[field].neutral,
             )
             for field, x in parts._asdict().items()
@@ -129,9 +130,9 @@ def joined(parts: Partial, join: Callable[[Partial, Partial], Partial] = merge) 
         }
         each = (
             Partial(**{field: x[start : start + size] for field, x in whole.items()})
-            for start in range(0, min(count, _JOINED_IN_TURN) * size, size)
+            for start in range(0, min(count, _JOINED) * size, size)
         )
-        parts = functools.reduce(join, each)
+        parts = join(*each)
     return jax.tree.map(lambda x: x[0], parts)
 
 
@@ -147,8 +148,12 @@ def moved(part: Partial, distance: jax.Array) -> Partial:
     return part._replace(**{field: rule(part, scale, distance) for field, rule in rules if rule is not None})
 
 
-def add(a: Partial, b: Partial) -> Partial:
-    """Joins two `Partial`s whose sums of exponentials are measured from one and the same number."""
+def add(*parts: Partial) -> Partial:
+    """Joins `Partial`s whose sums of exponentials are measured from one and the same number, one after the other."""
+    return functools.reduce(_add, parts)
+
+
+def _add(a: Partial, b: Partial) -> Partial:
     joined = {}
     for field, rule in FIELDS.items():
         x, y = getattr(a, field), getattr(b, field)
