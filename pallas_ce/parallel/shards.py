@@ -143,7 +143,7 @@ class Shards:
             return partial
         own, added = partial._replace(target_logit=None, argmax=None), partial.target_logit
         each, added = self.of_each(own, added)
-        whole = functools.reduce(merge, each)
+        whole = merge(*each)
         if partial.argmax is not None:
             # Ties: the lowest id. Columns are counted from 0 again on the way out.
             mine = jnp.where(

@@ -97,8 +97,8 @@ def merge(*parts: Partial) -> Partial:
 
     All are measured from the larger maximum M: `f = e^{m-M}`, then `Σ e^{z-M} = f·Σ e^{z-m}`,
     `Σ e^{z-M}(z-M) = f·(Σ e^{z-m}(z-m) + (m-M)·Σ e^{z-m})` and `Σ e^{2(z-M)} = f²·Σ e^{2(z-m)}`.
-    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral. A NaN in one is one of
-    the whole, and so is +inf.
+    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral. A NaN in one is one
+    of the whole, and so is +inf.
     """
     if parts[0].max is None:
         return add(*parts)
