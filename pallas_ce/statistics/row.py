@@ -95,7 +95,7 @@ def partial_of_tile(
 def merge(*parts: Partial) -> Partial:
     """Joins the partial statistics of disjoint sets of columns, in any order.
 
-    All are measured from the larger maximum M: `f = e^{m-M}`, then `Σ e^{z-M} = f·Σ e^{z-m}`,
+    All are measured from the largest maximum M: `f = e^{m-M}`, then `Σ e^{z-M} = f·Σ e^{z-m}`,
     `Σ e^{z-M}(z-M) = f·(Σ e^{z-m}(z-m) + (m-M)·Σ e^{z-m})` and `Σ e^{2(z-M)} = f²·Σ e^{2(z-m)}`.
     Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral. A NaN in one is one
     of the whole, and so is +inf.
@@ -114,8 +114,8 @@ _JOINED = 8
 def joined(parts: Partial, join: Callable[..., Partial] = merge) -> Partial:
     """The `Partial` of all columns from partials of sets of columns, `[sets, ...]`, in one order whatever the rows.
 
-    Eight are joined entry by entry, and then their results: a reduction of XLA's might choose its
-    order by the number of rows, and so would the bits of a row depend on the others.
+    Eight are joined entry by entry, and then their results: a reduction of XLA's might choose its order by the number
+    of rows, and so would the bits of a row depend on the others.
     """
     while (count := len(jax.tree.leaves(parts)[0])) > 1:
         size = -(-count // _JOINED)
