@@ -202,7 +202,7 @@ def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, needs_grad: P
 
 
 def operands(student: Problem, teacher: Problem) -> Operands:
-    """Of `two_heads`."""
+    """What `two_heads` works on: the student's rows and head, and the teacher as constants."""
     batch, head, mask = student.rows_that_count()
     constant, constant_head, _ = lax.stop_gradient(teacher.rows_that_count())
     return Operands(batch._replace(labels=None), head, mask, two_heads.Teacher(constant.hidden, constant_head))

@@ -57,5 +57,7 @@ def compute(pair: Any, student: Any, teacher: Any, parts: Any, sums: Any, known:
             return jnp.stack(own, axis=1)
         found = found.with_mixture(*sums.T)
     given = operands._replace(known=Known(jax.lax.stop_gradient(found)))
-    values = two_heads.row_divergences(pair, reverse_mode_only(given))
+    values = jnp.zeros(student.leading, student.spec.accumulator)
+    if student.tokens:
+        values = two_heads.row_divergences(pair, reverse_mode_only(given))
     return student.options.reduced(values, operands.mask, student.leading)

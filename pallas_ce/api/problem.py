@@ -112,7 +112,9 @@ class Problem:
         if shift := arguments.shift(shift, labels, leading):
             refuse_shift(shift, (hidden, labels))
         if scratch_bytes is not None:
-            arguments.integer("scratch_bytes", scratch_bytes, "a positive int, or None for the default", 1)
+            scratch_bytes = arguments.integer(
+                "scratch_bytes", scratch_bytes, "a positive int, or None for the default", 1
+            )
         problem = cls(
             hidden=hidden,
             weight=given.weight,
@@ -161,7 +163,7 @@ class Problem:
     ) -> Self:
         """Decides how the call is carried out; `others` are its further arrays. See also `decide`.
 
-        Which device it is, `arrays` may know, by default hidden states and weight.
+        `arrays`, by default hidden states and weight, may know the device.
         """
         if WORK[task].split and (doubt := check_split(self)):
             warn_once(doubt)

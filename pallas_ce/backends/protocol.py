@@ -33,9 +33,8 @@ class Plan(NamedTuple):
     scratch_bytes: int  # what the blocks take at their largest, beside inputs, outputs and accumulators
     vocab_size: int  # entries that the tiles cover: V, or with some of the weight's padding, whose logits do not count
     skips_rows: bool = False  # whether work on a block skips the rows behind its `filled` ones by itself
-    splits: bool = (
-        True  # whether there is room for a product of few rows in parts, which fill the chip and are added up
-    )
+    # Whether there is room for a product of few rows in parts, which fill the chip and are added up.
+    splits: bool = True
     slower: str | None = None  # why the other mode is faster however large the blocks, as the end of a sentence
     last_apart: bool = False  # see `Tiles`
 
@@ -60,7 +59,7 @@ class Capabilities:
     # Whether larger blocks are worth the memory: by default twice as much for float32 operands, and for in_forward as
     # much as the weight's wide sum, which a single block does without; see `How.block_sizes`.
     large_blocks: bool = False
-    wide_stash: bool = False  # whether in_forward's takes the bytes of the wide logits, and a single block more
+    wide_stash: bool = False  # whether in_forward's stash takes the wide logits' bytes, and a single block more
     cuda_only: bool = False  # whether it runs on CUDA devices alone
     # Whether `stash_products` adds to the weight's sum even for the first of several blocks, so that it has to begin as
     # zeros: products are then added where the sum lies, and no choice stands between.

@@ -224,6 +224,5 @@ def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool
             bias = bias.astype(head.bias.dtype)
         return total_of(known.statistics), known.sums._replace(hidden=hidden, bias=bias)
     found, kept = recompute.forward(call, operands, needs_grad)
-    assert kept is not None
     value, back = jax.vjp(total_of, found)
     return value, recompute.backward(call, operands, needs_grad, kept, _given(*back(cotangent)))

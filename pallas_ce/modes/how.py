@@ -260,7 +260,7 @@ def decide(
     if implementation in IMPLEMENTATIONS and implementation not in work.serving:
         raise ValueError(f"implementation={implementation!r} {work.otherwise}")
     name, reason, default = select.select(
-        implementation or work.default,
+        work.default if implementation is None else implementation,
         lambda name: work.refusal(name, spec, rows),
         arrays,
         checked=checked or (shards is not None and shards.typed),

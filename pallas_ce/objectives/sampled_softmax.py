@@ -164,13 +164,17 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
     )
 
     def product(rows: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
-        """Of each row and its label's column; float16 would lose the derivatives of many rows' mean."""
-        return jnp.sum(rounded(rows) * rounded(columns if axis == 0 else columns.T), axis=1)
+        """Of each row and its label's column."""
+        if spec.dtype == jnp.float16:  # it would lose the derivatives of many rows' mean
+            return jnp.sum(rounded(rows) * rounded(columns if axis == 0 else columns.T), axis=1)
+        rows, columns = rows.astype(spec.dtype), columns.astype(spec.dtype)
+        dimensions = (((1,), (1 - axis,)), ((0,), (axis,)))
+        return lax.dot_general(rows, columns, dimensions, spec.precision, spec.accumulator)
 
     def rounded(x: jax.Array) -> jax.Array:
-        """As kernels multiply it, with derivatives in the accumulator's dtype."""
-        wide = x.astype(spec.accumulator)
-        return wide + lax.stop_gradient(x.astype(spec.dtype).astype(spec.accumulator) - wide)
+        """As it is multiplied, with derivatives in the accumulator's dtype."""
+        wide, narrow = x.astype(spec.accumulator), x.astype(spec.dtype).astype(spec.accumulator)
+        return jnp.where(jnp.isfinite(wide), wide + lax.stop_gradient(narrow - wide), narrow)
 
     products = product(hidden, own.weight, axis)
     if own.up is not None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.statistics.logits import LogitsTile, reference_of
+from pallas_ce.statistics.logits import LogitsTile, present, reference_of
 from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, Values, larger
 from pallas_ce.statistics.table import Partial as Partial
 from pallas_ce.statistics.table import RowStatistics as RowStatistics
@@ -102,7 +102,7 @@ def merge(*parts: Partial) -> Partial:
     """
     if parts[0].max is None:
         return add(*parts)
-    each = [(part, part.max) for part in parts if part.max is not None]
+    each = [(part, present(part.max)) for part in parts]
     top = functools.reduce(larger, (m for _, m in each))
     return add(*(moved(part, gap(m, top)) for part, m in each))
 

@@ -249,7 +249,10 @@ def test_a_layer_is_shared_and_computes_as_it_says(hidden, labels):
     assert len(jax.tree.leaves(nnx.state(model))) == 4
 
 
-@pytest.mark.parametrize("wrong", [{"lora_rank": x} for x in (0, -1, FEATURES + 1, 2.0, True)] + [{"lora_scale": "2"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lora_rank": x} for x in (0, -1, FEATURES + 1, 2.0, True)] + [{"lora_scale": x} for x in ("2", jnp.ones(()))],
+)
 def test_a_rank_or_scale_that_cannot_be_is_named(framework, wrong, hidden, labels):
     rank = rf"lora_rank={wrong.get('lora_rank')} must be None or an integer from 1 to {FEATURES}"
 

@@ -16,7 +16,7 @@ from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.modes import forward
 from pallas_ce.streaming.rows import Rows
-from tests.pallas_ce.kernel_cases import BFLOAT16, CASES, EACH, check, uneven
+from tests.pallas_ce.kernel_cases import BFLOAT16, CASES, EACH, check, nightly_but_for, uneven
 from tests.pallas_ce.problems import make
 
 # One case of each kind; `make test-all` runs all of them.
@@ -25,7 +25,7 @@ QUICK = [
     ("float16 in blocks", "in_forward"),
     ("products by kernels in blocks", "in_forward"),
     ("tiles, the last one narrower", "recompute"),
-    ("blocks and tiles", "recompute"),
+    ("blocks and tiles, transposed", "recompute"),
     ("a weighted shard", "in_forward"),
     ("a term under a cap", "recompute"),
     ("narrow sums", "in_forward"),
@@ -37,9 +37,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.nightly) for x in EACH if x not in QUICK)]
-)
+@pytest.mark.parametrize(("name", "mode"), nightly_but_for(QUICK, EACH))
 @pytest.mark.usefixtures("interpreted")
 def test_the_loss_and_its_gradients(name: str, mode: Any, tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles(**CASES[name].config)
@@ -88,10 +86,13 @@ LOSSES: list[tuple[Any, tuple[Any, ...], dict[str, Any], str, Any, float]] = [
 
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("loss", "labels", "options", "mode", "dtype", "roundings"), LOSSES)
+@pytest.mark.parametrize("config", [{"columns": 128, "piece": 64, "row_group": 1}, {}], ids=["wide tiles", "tiles"])
 def test_losses_of_statistics(
-    loss: Any, labels: Any, options: Any, mode: str, dtype: Any, roundings: float, interpreted: Any
-) -> None:
+    loss: Any, labels: Any, options: Any, mode: str, dtype: Any, roundings: float, config: Any, tiles: Any,
+    interpreted: Any,
+) -> None:  # fmt: skip
     """Beside the reference, which gets the same numbers in float32; errors relative to the largest gradient."""
+    tiles(**config)
     keys = jax.random.split(jax.random.key(5))
     head = jax.random.normal(keys[0], (40, 64), dtype), jax.random.normal(keys[1], (192, 64), dtype) * dtype(0.3)
 

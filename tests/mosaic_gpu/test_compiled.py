@@ -265,7 +265,7 @@ def test_a_stored_program_holds_its_kernels_machine_code() -> None:
     assert entry in h200.compile_for_h200(loss, *given)[0].runtime_executable().serialize()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(keep=1)
 @both_modes
 @pytest.mark.parametrize(("dtype", "axis"), [(jnp.float16, 0), (jnp.bfloat16, 1), (jnp.float16, 1)])
 def test_gradients_in_either_dtype_and_layout(dtype: Any, axis: int, mode: Any) -> None:

@@ -128,7 +128,6 @@ def test_an_h200s_products_read_and_write_in_place(
     assert len(unknown) <= 1  # over blocks of the rows that count
 
 
-@pytest.mark.nightly
 def test_a_ragged_tiles_share_of_the_weights_gradient_is_added_in_place_on_an_h200() -> None:
     """XLA's fusion writes where it reads if both are dynamic slices; of a static one it copies the whole sum."""
     arguments = h200.arrays(*_arguments((8192, 2048, 151936), jnp.bfloat16))
@@ -142,7 +141,7 @@ def test_a_ragged_tiles_share_of_the_weights_gradient_is_added_in_place_on_an_h2
         assert not re.search(r" slice\(", add)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 def test_a_wide_weights_copy_is_part_of_the_peak(backward: Any, needed: tuple[str, ...], implementation: Any) -> None:

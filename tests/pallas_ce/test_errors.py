@@ -101,6 +101,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"precision": "ANY_F8_ANY_F8_F32"}, ValueError, "='ANY_F8_ANY_F8_F32' multiplies 8-bit operands, .* choose"),
         ({"precision": 2}, TypeError, "precision=2 is a int; it must be one name for all products, a jax.lax.Prec"),
         ({"implementation": "cuda"}, ValueError, r"implementation='cuda' is unknown; choose from \(.*'xla'.*\) or N"),
+        ({"implementation": ""}, ValueError, r"implementation='' is unknown"),
         ({"scratch_bytes": True}, ValueError, "scratch_bytes=True must be a positive int"),
         ({"scratch_bytes": 9, "implementation": "xla"}, ValueError, r"=9 cannot hold one row .* at least \d+ bytes"),
         ({"mesh_axes": "tensor"}, TypeError, r"mesh_axes='tensor' must be a MeshAxes, such as MeshAxes\(vocabulary="),

@@ -31,7 +31,7 @@ SPOILT = [
 ]
 
 
-@pytest.mark.nightly(keep=24)
+@pytest.mark.nightly(keep=len(CASES))
 @pytest.mark.parametrize(("name", "size", "implementation", "backward"), SPOILT)
 @hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)  # each of all inputs
 @hypothesis.given(seed=SEEDS)

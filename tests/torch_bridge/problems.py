@@ -23,6 +23,7 @@ from torch_bridge import (
 )
 from torch_bridge.autograd import NAMESPACE
 from torch_bridge.materialized import kernels
+from torch_bridge.programs.program import program as program_of
 
 MODES = ["in_forward", "recompute"]
 
@@ -102,6 +103,7 @@ def compilations():
 def products_of(operation, call):
     """Shapes of the results of all products in the forward that a call compiles, and in its backwards."""
     operation._known.clear()
+    program_of.cache_clear()
     call()
     (program,) = operation._known.values()
     flat = program.structs()

@@ -1,4 +1,4 @@
-"""A head whose vocabulary is split over a process group: `vocab_parallel_cross_entropy`, `vocab_parallel_log_probs`.
+"""Heads whose vocabulary is split over a process group: their parts, cross entropy and log-probabilities.
 
 Each process streams its own part of the vocabulary, of any size, and gathers a few numbers by row of all parts. With
 l_k the log-sum-exp of part k, and L the largest of them,
@@ -203,8 +203,8 @@ class Part(NamedTuple):
         if rows == vocab_size and dist.is_initialized() and (processes := dist.get_world_size(self.group)) > 1:
             raise ValueError(
                 f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
-                "would count them several times: pass each process its own rows, or call linear_cross_entropy or "
-                "linear_log_probs"
+                "would count them several times: pass each process its own rows, or call the function of a "
+                "whole head"
             )
         if validate_parts:
             _check_parts(weight.weight, start, vocab_size, self.group)

@@ -82,7 +82,8 @@ class MosaicGpuBackend(KernelBackend):
 
     def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
         """See `product_kernel`."""
-        shape = (spec.weight_rows, spec.hidden_size)[:: 1 - 2 * spec.vocab_axis]
+        shape = spec.weight_rows, spec.hidden_size
+        shape = shape if spec.vocab_axis == 0 else shape[::-1]
         return product_kernel.lower_shape(*shape) if spec.dtype == jnp.bfloat16 else None
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, rows: int) -> Launch:

@@ -20,7 +20,7 @@ from pallas_ce.streaming.tiles import Columns
 
 @dataclasses.dataclass(frozen=True)
 class MosaicBlock(KernelBlock):
-    """See the module."""
+    """What the kernels read of a block, beside what `Block` has."""
 
     splits: bool = True  # whether there is memory for hidden's product in parts
     last: jax.Array | None = None  # `[]` bool: whether the block is the last one; None without `weight_bits`

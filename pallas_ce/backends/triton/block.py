@@ -47,9 +47,9 @@ class TritonBlock(KernelBlock):
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
     ) -> WeightGradient:
-        """One launch for a part; else a product of XLA's, which adds to the total in place.
+        """One launch for a part. Else a product of XLA's, which adds to the total in place.
 
-        So the first block has a program of its own.
+        So the first block, which has nothing to add to, has a program of its own.
         """
         whole, adds, late, *_ = total
         if part is not None:

@@ -37,9 +37,8 @@ class Choice(NamedTuple):
     """A config and the calls that it serves; an architecture has a list of them, and the first that serves is taken."""
 
     config: Config
-    room: float = (
-        math.inf
-    )  # registers for options and statistics, as `launch` counts them, beside plain cross entropy's
+    # Registers for options and statistics, as `launch` counts them, beside plain cross entropy's.
+    room: float = math.inf
     uses: tuple[Use, ...] | None = None  # the passes; None: all
     aligned: bool = True  # whether operands' rows must begin where tensor descriptors and wide loads can read
 

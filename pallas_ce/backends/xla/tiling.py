@@ -20,9 +20,8 @@ class Tiling(NamedTuple):
     rows: int  # of a block, at most
     elements: int  # of a tile, at most
     cached: bool  # whether a tile's logits are in a cache when they are read again
-    in_place: (
-        bool  # whether XLA writes products into parts of larger arrays, and keeps scratch where an output will lie
-    )
+    # Whether XLA writes products into parts of larger arrays, and keeps scratch where an output will lie.
+    in_place: bool
     # Rows of a block below which in_forward of 16-bit operands is the slower mode: a fourth product then takes less
     # time than adding another share to the weight's whole gradient. With F operations and B bytes a second that is
     # where `2·rows / F < 20 / B`: for each entry XLA writes the share, reads it and the sum, writes that, and copies

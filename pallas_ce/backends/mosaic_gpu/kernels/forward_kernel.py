@@ -60,9 +60,7 @@ def write(refs: dict[str, Any], place: Place, partial: Partial) -> None:
             refs[_OUTPUT + field][place.block, rows] = value.astype(jnp.float32)  # column numbers are exact in float32
 
 
-def read(
-    found: dict[str, jax.Array], fields: tuple[str, ...], join: Callable[[Partial, Partial], Partial] = merge
-) -> Partial:
+def read(found: dict[str, jax.Array], fields: tuple[str, ...], join: Callable[..., Partial] = merge) -> Partial:
     """Joins the column blocks of a kernel's outputs into one `Partial`."""
     whole = joined(Partial(**{field: found[_OUTPUT + field] for field in fields}), join)
     return whole if whole.argmax is None else whole._replace(argmax=whole.argmax.astype(jnp.int32))

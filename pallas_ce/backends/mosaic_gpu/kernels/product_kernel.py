@@ -3,9 +3,9 @@
 *For hidden*, `stored·weight [n, H]` has few tiles, each a sum over the whole vocabulary. To fill the chip, the
 vocabulary is cut into parts. XLA adds up their partial products in a fixed order, which atomics would not keep.
 
-*For the weight*, `storedᵀ·rows [V, H]` has many tiles, each a sum over the n rows of the block. The sum over blocks is
-kept in float32 in memory. The first block stores its tiles. The copy engine adds the tiles of later blocks in memory,
-which takes neither registers nor waiting. A launch adds to every number once, so results do not vary.
+*For the weight*, `storedᵀ·rows [V, H]` has many tiles, each a sum over the n rows of the block. A float32 sum over
+blocks lies in memory: the first block stores its tiles, and the copy engine adds the ones of later blocks, which takes
+neither registers nor waiting. A launch adds to every number once, so results do not vary.
 
 A bfloat16 gradient is summed over blocks in three bytes a number: a float32 number's upper 16 bits are a bfloat16, kept
 where the result will be. The next 8 bits lie in an array of their own, two columns packed into one 16-bit number. A
