@@ -92,8 +92,8 @@ def test_it_is_the_librarys_divergence_of_stored_logits(
 
     (_, want), needed = jax.value_and_grad(weighted, has_aux=True)({name: arrays[name] for name in trained})
     np.testing.assert_allclose(found.detach(), want, rtol=2e-5, atol=2e-6)
-    for name, x in zip(trained, got, strict=True):
-        np.testing.assert_allclose(x, needed[name], rtol=2e-4, atol=2e-5)
+    for name, x in zip(trained, got, strict=True):  # off by roundings of a row's divergence, which may be 60
+        np.testing.assert_allclose(x, needed[name], rtol=2e-4, atol=1e-4)
 
 
 def test_a_teacher_of_more_entries_is_cut_where_it_is_named() -> None:
