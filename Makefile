@@ -75,7 +75,7 @@ test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products or test_sizes" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
-	@XLA_FLAGS=--xla_force_host_platform_device_count=8 $(TRAINERS)/bin/python -m pytest -m nightly tests/flax_modules $(ARGS)
+	@XLA_FLAGS=--xla_force_host_platform_device_count=8 $(TRAINERS)/bin/python -m pytest -n $(WORKERS) -m nightly tests/flax_modules $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
 	@$(OLDEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
 
