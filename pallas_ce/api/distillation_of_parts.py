@@ -46,7 +46,7 @@ def compute(pair: Any, student: Any, teacher: Any, parts: Any, sums: Any, known:
     operands = distillation.operands(student, teacher)
     by_row: Any = functools.partial(two_heads.by_row, pair, operands)
     if parts is None:
-        numbers = 6 - pair.divergence.passes
+        numbers = 5 if pair.divergence.passes == 1 else 4  # a cross term needs no second pass
         own = by_row(lambda _, block, __: jax.tree.leaves(block.partial()), lambda zeros: [zeros] * numbers)
         return jnp.stack(own, axis=1)
     each = (part.T for part in jnp.unstack(parts, axis=1))

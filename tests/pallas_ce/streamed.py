@@ -1,6 +1,6 @@
 """What the tests of streamed operations share: logits stored whole, as the reference; and how much work was done."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from pallas_ce.head import Batch, Head
 from pallas_ce.streaming.tiles import Tile
 from tests.pallas_ce import plain
+from tests.pallas_ce.checks import assert_close, with_gradients
 
 
 def exact_head(seed: int, n: int, h: int, v: int, closed: float = 0.0) -> dict[str, Any]:
@@ -73,6 +74,24 @@ def stored_divergence(arrays: dict[str, Any], divergence: str, beta: float, temp
         for side in ("", "teacher_")
     )
     return plain.divergence(divergence, beta, z, y, plain.FORMS["logsumexp"])
+
+
+def assert_distills(
+    ours: Callable[..., Any], theirs: Callable[..., Any], arrays: dict[str, np.ndarray], cotangent: Any
+) -> None:
+    """A divergence and the student's gradients are the definition's in float64; the teacher has none."""
+
+    def weighted(found: Any) -> Any:
+        return jnp.sum(found * cotangent)
+
+    with jax.enable_x64(True):
+        want, gradients = with_gradients(theirs, {k: x.astype(np.float64) for k, x in arrays.items()}, weighted)
+    got, found = with_gradients(ours, arrays, weighted)
+    # The terms of a row are log-probabilities times probabilities; a divergence is a small difference of such sums.
+    assert_close(got, want, 1e-5, floor=2e-6)
+    student = {k: g for k, g in gradients.items() if not k.startswith("teacher_")}
+    assert_close({k: found[k] for k in student}, student, 1e-5, floor=2e-6)
+    assert all(np.all(np.asarray(g) == 0) for k, g in found.items() if k.startswith("teacher_"))
 
 
 @contextmanager

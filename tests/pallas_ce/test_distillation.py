@@ -16,7 +16,7 @@ from pallas_ce import linear_distillation
 from pallas_ce.api.integration import distillation_of_parts_steps
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, relative_error, with_gradients
-from tests.pallas_ce.streamed import log_softmax, stored_divergence, two_heads
+from tests.pallas_ce.streamed import assert_distills, log_softmax, stored_divergence, two_heads
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -67,18 +67,7 @@ def test_value_and_gradients_match_the_definition_in_float64(data: Any, implemen
         rows = w * stored_divergence(given, divergence, beta, temperature, options)
         return rows if reduction == "none" else rows.sum() / w.sum()
 
-    def weighted(value: Any) -> Any:
-        return jnp.sum(value * cotangent)
-
-    arrays |= {"token_weights": weights}
-    with jax.enable_x64(True):
-        want, gradients = with_gradients(theirs, {k: x.astype(np.float64) for k, x in arrays.items()}, weighted)
-    got, found = with_gradients(ours, arrays, weighted)
-    # The terms of a row are log-probabilities times probabilities; a divergence is a small difference of such sums.
-    assert_close(got, want, 1e-5, floor=2e-6)
-    student = {k: g for k, g in gradients.items() if not k.startswith("teacher_")}
-    assert_close({k: found[k] for k in student}, student, 1e-5, floor=2e-6)
-    assert all(np.all(np.asarray(g) == 0) for k, g in found.items() if k.startswith("teacher_"))
+    assert_distills(ours, theirs, arrays | {"token_weights": weights}, cotangent)
 
 
 @pytest.mark.slow
