@@ -6,6 +6,8 @@ Layouts, each with both backward modes and beside the canonical loss, which XLA 
     tensor    the vocabulary split, the same N: strong scaling, t(one) / (gpus · t)
     sequence  the rows split, too: its time beside tensor's, at 1/gpus of the hidden states' memory
     data      the rows split, N each: weak scaling, t(one) / t, with the gradients' all-reduce
+    fsdp      as data, with the weight's width split: it is gathered, and its gradient scattered
+    apart     as data, without any exchange: what GPUs lose by working at the same time
 
 Forward and backward, for both gradients, in bfloat16. Times are of the wall clock, of calls one after the other. All
 layouts and losses of a number of GPUs take turns, in either direction, since clocks drift by more than the
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.bench import programs
@@ -40,13 +42,15 @@ _LAUNCHES = 3  # of a round
 class Layout(NamedTuple):
     """How the arrays lie on the mesh's one axis: hidden states and labels, and the weight.
 
-    `more_rows`: each GPU brings N rows of its own; `alone`: the mesh is the first GPU's.
+    `more_rows`: each GPU brings N rows of its own; `alone`: the mesh is the first GPU's; `apart`: each has a loss and
+    gradients of its own.
     """
 
     hidden: P
     weight: P
     more_rows: bool = False
     alone: bool = False
+    apart: bool = False
 
 
 LAYOUTS = {
@@ -54,6 +58,8 @@ LAYOUTS = {
     "tensor": Layout(P(), P("gpu")),
     "sequence": Layout(P("gpu"), P("gpu")),
     "data": Layout(P("gpu"), P(), more_rows=True),
+    "fsdp": Layout(P("gpu"), P(None, "gpu"), more_rows=True),
+    "apart": Layout(P("gpu"), P(), more_rows=True, apart=True),
 }
 
 
@@ -80,7 +86,8 @@ def measure(gpus: int, shape: Shape, rounds: int) -> Record:
         make = functools.partial(programs.inputs, n * mesh.size if layout.more_rows else n, v, h)
         data[name] = jax.jit(make, out_shardings=(hidden, weight, hidden))()  # where they lie
         for loss_name, loss in LOSSES.items():
-            jitted = jax.jit(both(loss), out_shardings=(whole, (hidden, weight)))
+            program = _apart(both(loss), mesh) if layout.apart else both(loss)
+            jitted = jax.jit(program, out_shardings=(whole, (hidden, hidden if layout.apart else weight)))
             # One after the other: XLA chooses among cuBLAS's products by timing them.
             compiled[name, loss_name] = jitted.lower(*data[name]).compile()
     runs = {key: functools.partial(program, *data[key[0]]) for key, program in compiled.items()}
@@ -92,6 +99,22 @@ def measure(gpus: int, shape: Shape, rounds: int) -> Record:
         sizes = {f"{to}_mib": getattr(plan, f"{of}_size_in_bytes") / 2**20 for to, of in kinds.items()}
         found[name, key] = timed | {"loss": float(runs[name, key]()[0])} | sizes
     return {"n": n, "v": v, "h": h, "gpus": gpus, "results": with_ratios(found, gpus)}
+
+
+def _apart(program: Program, mesh: Mesh) -> Program:
+    """The program of each device's rows and the whole weight: the mean of their losses, the gradients as they are."""
+
+    def of_one(*mine: jax.Array) -> Any:
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[1:]), program(*mine))
+
+    def run(*given: jax.Array) -> tuple[jax.Array, Any]:
+        specs = P("gpu"), P(), P("gpu")
+        losses, gradients = jax.shard_map(of_one, mesh=mesh, in_specs=specs, out_specs=P("gpu"), check_vma=False)(
+            *given
+        )
+        return losses.mean(), gradients
+
+    return run
 
 
 def with_ratios(found: dict[tuple[str, str], Record], gpus: int) -> dict[str, Record]:

@@ -68,7 +68,7 @@ def test_several_devices_are_measured_in_every_layout(tmp_path: Path) -> None:
     assert apart(main, words, XLA_FLAGS="--xla_force_host_platform_device_count=2") == 0
     (point,) = json.loads((tmp_path / "gpu_scaling_2.json").read_text())["points"].values()
     found = point["results"]
-    assert len(found) == 4 * 3
+    assert len(found) == 6 * 3
     one, tensor, data = (found[f"{layout}, recompute"]["ms"] for layout in ("one", "tensor", "data"))
     assert found["tensor, recompute"]["efficiency"] == pytest.approx(one / (2 * tensor))
     assert found["data, recompute"]["efficiency"] == pytest.approx(one / data)

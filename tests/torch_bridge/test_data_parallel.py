@@ -14,11 +14,11 @@ WIDTH, VOCABULARY, BATCH = 8, 30, 6
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, width=WIDTH, vocabulary=VOCABULARY, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.trunk = nn.Linear(WIDTH, WIDTH)
-        self.head = LinearCrossEntropyLoss(WIDTH, VOCABULARY, bias=True)
+        self.trunk = nn.Linear(width, width)
+        self.head = LinearCrossEntropyLoss(width, vocabulary, bias=True, **options)
 
     def forward(self, x, target):
         return self.head(self.trunk(x), target)
@@ -83,3 +83,27 @@ def train(rank, _):
 @pytest.mark.slow
 def test_every_kind_of_data_parallelism_trains_as_one_process_does():
     processes.run(train)
+
+
+def train_by_kernels(rank, device):
+    """In bfloat16, of a size that kernels serve: FSDP2 beside the whole batch in one process."""
+    for backward in ("in_forward", "recompute"):
+        torch.manual_seed(1)
+        x = torch.randn(512, 256, dtype=torch.bfloat16, device=device)
+        target = torch.randint(0, 4096, (512,), device=device)
+        reference, sharded = (Model(256, 4096, backward=backward).to(x) for _ in range(2))
+        reference(x, target).backward()
+        mesh = init_device_mesh(device, (2,))
+        fully_shard(sharded.head, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        sharded(x.chunk(2)[rank], target.chunk(2)[rank]).backward()
+        for parameter, exact in zip(sharded.parameters(), reference.parameters(), strict=True):
+            difference = parameter.grad.full_tensor().float() - exact.grad.float()
+            assert difference.norm() <= 2**-7 * exact.grad.float().norm()
+
+
+@pytest.mark.gpu
+def test_fsdp2_trains_on_two_gpus_as_one_process_does():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    processes.run(train_by_kernels, "cuda")
