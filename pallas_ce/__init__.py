@@ -10,12 +10,15 @@ there, `cross_entropy` and `selective_log_softmax`. DESIGN.md has the idea.
 import pallas_ce.backends.packages  # noqa: F401
 from pallas_ce.api.distillation import linear_distillation
 from pallas_ce.api.explain import Explanation, explain
-from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
+from pallas_ce.api.linear_cross_entropy import (
+    LossAndGradients,
+    linear_cross_entropy,
+    linear_cross_entropy_and_gradients,
+)
 from pallas_ce.api.linear_loss import linear_loss
 from pallas_ce.api.log_probs import LogProbs, linear_log_probs
 from pallas_ce.api.materialized import chunked_cross_entropy, cross_entropy, mean_squared_lse, selective_log_softmax
 from pallas_ce.api.row_statistics import linear_row_statistics
-from pallas_ce.api.running import LossAndGradients, linear_cross_entropy_and_gradients
 from pallas_ce.api.sampling import Samples, linear_sample
 from pallas_ce.api.specs import LowRank
 from pallas_ce.api.top_k import TopK, linear_top_k

@@ -1,14 +1,15 @@
 """`linear_distillation`: a student's head against a teacher's, neither's logits stored."""
 
+import inspect
 from typing import Any, Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api.checks import ArrayLike, choice
-from pallas_ce.api.checks import beta as check_beta
-from pallas_ce.api.documented import documented
+from pallas_ce.api import checks
+from pallas_ce.api.checks import ArrayLike
+from pallas_ce.api.documented import computed_by
 from pallas_ce.api.head_options import DistillationOptions, TeacherOptions
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
@@ -21,8 +22,40 @@ from pallas_ce.statistics.divergences import Divergence, Name
 from pallas_ce.streaming.gradient_products import PerInput
 from pallas_ce.streaming.rows import flat_rows
 
+# What `compute` and `keep` take: the student and the teacher are the problems.
+Checked = tuple[two_heads.Pair, Problem, Problem]
 
-@documented
+
+@program(static=1, by_row=lambda pair, student, *_: student.options.by_row)
+def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Known | None = None) -> jax.Array:
+    """The loss. `known`: what `keep` has found for the same call."""
+    given = operands(student, teacher)._replace(known=known)
+    if not student.tokens:
+        values = jnp.zeros(student.leading, student.spec.accumulator)
+    elif pair.how.mode is not None:
+        values = two_heads.row_divergences(pair, reverse_mode_only(given))
+    else:
+        batch, mask, hidden = flat_rows(student.leading, (given.batch, given.mask, given.inputs.hidden))
+        values = reference.divergences(
+            pair.divergence, batch.hidden, given.head, mask, hidden, given.inputs.head, batch.inverse_temperature
+        ).reshape(student.leading)
+    return student.reduced(values, given.mask)
+
+
+def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, needs_grad: PerInput[bool]) -> Known | None:
+    """What `compute` takes as `known`; None for the reference, which differentiates its logits anew."""
+    del needs_grad
+    return two_heads.keep(pair, operands(student, teacher)) if pair.how.mode and student.tokens else None
+
+
+def operands(student: Problem, teacher: Problem) -> Operands:
+    """What `two_heads` works on: the student's rows and head, and the teacher as constants."""
+    batch, head, mask = student.rows_that_count()
+    constant, constant_head, _ = lax.stop_gradient(teacher.rows_that_count())
+    return Operands(batch._replace(labels=None), head, mask, two_heads.Teacher(constant.hidden, constant_head))
+
+
+@computed_by(compute)
 def linear_distillation(
     hidden: ArrayLike,
     weight: WeightLike,
@@ -36,7 +69,7 @@ def linear_distillation(
     teacher_vocab_axis: int | None = None,
     implementation: Literal["xla", "reference"] | None = None,
     **options: Unpack[DistillationOptions],
-) -> jax.Array:
+) -> Checked:
     r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
 
     With `p = softmax(student's logits / T)`, `q = softmax(teacher's logits / T)` for each row:
@@ -104,43 +137,10 @@ def linear_distillation(
         "Distilling the Knowledge in a Neural Network" (Hinton, Vinyals, Dean), section 2. "On-Policy Distillation of
         Language Models" (Agarwal et al.), section 2: the generalised Jensen-Shannon divergence.
     """
-    return compute(
-        *read(
-            hidden,
-            weight,
-            teacher_hidden,
-            teacher_weight,
-            labels,
-            divergence=divergence,
-            beta=beta,
-            ignore_index=ignore_index,
-            teacher_vocab_axis=teacher_vocab_axis,
-            implementation=implementation,
-            **options,
-        )
-    )
-
-
-# What `compute` and `keep` take: the student and the teacher are the problems.
-Checked = tuple[two_heads.Pair, Problem, Problem]
-
-
-def read(
-    hidden: Any,
-    weight: Any,
-    teacher_hidden: Any,
-    teacher_weight: Any,
-    labels: Any = None,
-    *,
-    divergence: Name,
-    beta: float,
-    temperature: Any = 1.0,
-    teacher_vocab_axis: int | None = None,
-    **options: Any,
-) -> Checked:
-    """Checks the arguments of `linear_distillation`."""
-    of_teacher = {name: options.pop(name) for name in TeacherOptions.__annotations__ if name in options}
-    student = Problem.read(hidden, weight, labels, **options).tempered(temperature)
+    named: dict[str, Any] = {"ignore_index": ignore_index, "implementation": implementation, **options}
+    of_teacher = {name: named.pop(name) for name in TeacherOptions.__annotations__ if name in named}
+    temperature = named.pop("temperature", 1.0)
+    student = Problem.read(hidden, weight, labels, **named).tempered(temperature)
     try:
         teacher = Problem.read(
             teacher_hidden,
@@ -172,37 +172,12 @@ def read(
     streams = two_heads.streams(student.spec, teacher.spec, student.scratch_bytes)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
-    choice("divergence", divergence, get_args(Name))
-    beta = check_beta(beta)
+    checks.choice("divergence", divergence, get_args(Name))
+    beta = checks.beta(beta)
     between = Divergence(divergence, beta if divergence == "jsd" else 0.5)
     student = student.decided(teacher, task="pair")
     return two_heads.Pair(between, student.how), student, teacher
 
 
-@program(static=1, by_row=lambda pair, student, *_: student.options.by_row)
-def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Known | None = None) -> jax.Array:
-    """The loss. `known`: what `keep` has found for the same call."""
-    given = operands(student, teacher)
-    if not student.tokens:
-        values = jnp.zeros(student.leading, student.spec.accumulator)
-    elif pair.how.mode is not None:
-        values = two_heads.row_divergences(pair, reverse_mode_only(given._replace(known=known)))
-    else:
-        batch, mask, hidden = flat_rows(student.leading, (given.batch, given.mask, given.inputs.hidden))
-        values = reference.divergences(
-            pair.divergence, batch.hidden, given.head, mask, hidden, given.inputs.head, batch.inverse_temperature
-        ).reshape(student.leading)
-    return student.options.reduced(values, given.mask, student.leading, pair.how.total)
-
-
-def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, needs_grad: PerInput[bool]) -> Known | None:
-    """What `compute` takes as `known`; None for the reference, which differentiates its logits anew."""
-    del needs_grad
-    return two_heads.keep(pair, operands(student, teacher)) if pair.how.mode and student.tokens else None
-
-
-def operands(student: Problem, teacher: Problem) -> Operands:
-    """What `two_heads` works on: the student's rows and head, and the teacher as constants."""
-    batch, head, mask = student.rows_that_count()
-    constant, constant_head, _ = lax.stop_gradient(teacher.rows_that_count())
-    return Operands(batch._replace(labels=None), head, mask, two_heads.Teacher(constant.hidden, constant_head))
+# For wrappers that do not differentiate by JAX, like `keep`.
+read = inspect.unwrap(linear_distillation)

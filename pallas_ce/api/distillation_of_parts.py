@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from pallas_ce.api import distillation
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known
-from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.divergences import PairPartial, whole
 from pallas_ce.statistics.row import Partial
 
@@ -56,8 +55,4 @@ def compute(pair: Any, student: Any, teacher: Any, parts: Any, sums: Any, known:
             own = by_row(lambda _, block, found: block.mixture_sums(found), lambda zeros: (zeros, zeros), found)
             return jnp.stack(own, axis=1)
         found = found.with_mixture(*sums.T)
-    given = operands._replace(known=Known(jax.lax.stop_gradient(found)))
-    values = jnp.zeros(student.leading, student.spec.accumulator)
-    if student.tokens:
-        values = two_heads.row_divergences(pair, reverse_mode_only(given))
-    return student.options.reduced(values, operands.mask, student.leading)
+    return distillation.compute(pair, student, teacher, Known(jax.lax.stop_gradient(found)))

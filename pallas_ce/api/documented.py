@@ -8,10 +8,9 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from pallas_ce.api.options import read_options
-from pallas_ce.api.problem import Problem
+from pallas_ce.api.problem import Options, Problem
 
-_DEFAULTS: dict[str, Any] = {**(Problem.read.__kwdefaults__ or {}), **(read_options.__kwdefaults__ or {})}
+_DEFAULTS: dict[str, Any] = vars(Options()) | (Problem.read.__kwdefaults__ or {})
 
 # What may stand before the name of a head's option: PyTorch's names of its arrays begin so, and a teacher's options.
 _PREFIX = re.compile("linear_|teacher_")
@@ -36,6 +35,15 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
 
     A text of the function's own goes before the shared one.
     """
+    return _public(function, None)
+
+
+def computed_by[**P, Out](compute: Callable[..., Out]) -> Callable[[Callable[P, Any]], Callable[P, Out]]:
+    """Makes a public function, `documented`, of one that checks the arguments and returns what `compute` takes."""
+    return lambda read: _public(read, compute)
+
+
+def _public(function: Callable[..., Any], compute: Callable[..., Any] | None) -> Any:
     *own, last = inspect.signature(function).parameters.values()
     (options,) = typing.get_args(last.annotation)
     shared = [
@@ -47,15 +55,18 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     known = frozenset(x.name for x in (*own, *shared) if x.kind is not x.VAR_POSITIONAL)
 
     @functools.wraps(function)
-    def public(*args: P.args, **kwargs: P.kwargs) -> Out:
+    def public(*args: Any, **kwargs: Any) -> Any:
         if not known.issuperset(kwargs):
             unknown = next(name for name in kwargs if name not in known)
             called = [name for names in _NAMES if unknown in names for name in names if name in known]
             hint = f"; it is called {called[0]!r} here" if called else ""
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}{hint}")
-        return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        return found if compute is None else compute(*found)
 
-    public.__signature__ = inspect.signature(function).replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    returned = inspect.signature(compute or function).return_annotation
+    signature = inspect.Signature([*own, *shared], return_annotation=returned)
+    public.__signature__ = signature  # type: ignore[attr-defined]
     before, returns, after = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns:\n")
     texts = [text for name, text in _texts(options).items() if f"\n    {name}: " not in before]
     public.__doc__ = "\n".join([before, *texts]) + returns + after

@@ -189,3 +189,8 @@ class SampledOptions(WeightOptions, ReductionOptions, total=False):
 
 class StoredOptions(LabelOptions, ReductionOptions, CrossEntropyTerms, total=False):
     """The cross entropy of logits that the caller holds."""
+
+    logit_softcap: float | None
+    vocab_size: int | None
+    implementation: Implementation | None
+    return_metrics: bool

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from pallas_ce.api.checks import ArrayLike, array
-from pallas_ce.api.documented import documented
+from pallas_ce.api.documented import computed_by
 from pallas_ce.api.head_options import RowLossOptions
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
@@ -24,7 +24,106 @@ from pallas_ce.streaming.rows import flat_rows
 RowLoss = Callable[..., jax.Array]
 
 
-@documented
+# Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
+_Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
+
+
+def _in_order(inputs: _Inputs) -> list[jax.Array]:
+    return [value for _, value in sorted((inputs[0] | inputs[1]).items())]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowTotal:
+    """A user's row loss as the modes call it: on primitive statistics, weighted and normalised. Static and hashable."""
+
+    row_loss: RowLoss
+    read: tuple[str, ...]
+    unread: tuple[str, ...]
+    dtype: Any
+    tokens: int
+    targets: tuple[int, ...]
+    defined_at_zero: ClassVar[bool] = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return primitive_names(self.read)
+
+    def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
+        (by_row, token_weights), (shared, inverse_normalizer) = given
+        rows = next((x.shape[0] for x in primitives.values()), self.tokens)
+        # A function may mention a statistic that its result does not depend on; the compiler drops the zeros.
+        structs = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
+        zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
+        statistics = from_primitives(primitives, self.read)._replace(**zeros)
+        values = self.row_loss(statistics, *_in_order((by_row, shared))).astype(self.dtype)
+        if token_weights is not None:
+            values = zero_safe_product(token_weights, values)
+        return values * inverse_normalizer
+
+
+@program(static=1, by_row=lambda row_loss, problem, inputs: problem.options.by_row)
+def _linear_loss(row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
+    wide, (by_row, shared) = problem.spec.accumulator, inputs
+    batch, head, mask = problem.rows_that_count()
+    options, weights = problem.options, problem.token_weights
+    inverse = jnp.ones((), wide)
+    if options.reduction == "mean":
+        each = jnp.ones(problem.leading, wide) if weights is None else weights
+        default = problem.how.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
+        inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
+
+    examples = _in_order((flat_rows(problem.leading, by_row), shared))
+    names = [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
+    read = _statistics_read(row_loss, wide, batch, names, examples, problem.tokens)
+    unread = tuple(name for name in names if name not in read)
+    row_total = _RowTotal(row_loss, read, unread, wide, problem.tokens, batch.targets)
+    operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
+    return evaluate.loss(Call(problem.how, row_total.names, row_total), operands, options.by_row)[0]
+
+
+def _statistics_read(
+    row_loss: RowLoss, wide: Any, batch: Batch, names: list[str], row_inputs: list[jax.Array], tokens: int
+) -> tuple[str, ...]:
+    """The `names` of the statistics that `row_loss`'s result depends on, from its trace."""
+
+    def trace(rows: int) -> tuple[Any, Any]:
+        fields: dict[str, Any] = {name: struct(name, (rows,), batch.targets, wide) for name in names}
+        given = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in row_inputs]
+        return jax.make_jaxpr(row_loss, return_shape=True)(RowStatistics(**fields), *given)
+
+    unlabelled = "; labels is None, so statistics.target_logit and statistics.log_prob are None"
+    without = unlabelled if batch.labels is None else ""
+    try:
+        traced, out = trace(tokens)
+    except Exception as error:
+        error.add_note(f"This happened in row_loss{without}.")
+        raise
+    for constant in traced.consts:
+        if isinstance(constant, jax.core.Tracer):
+            raise ValueError(
+                f"row_loss reads a traced value of shape {constant.shape} from its closure, where its gradient would "
+                "be lost; pass it to linear_loss as a row input (scalars are shared by all rows)"
+            )
+        if jnp.ndim(constant) and jnp.shape(constant)[0] == tokens > 1:
+            try:
+                trace(tokens + 1)  # a table of as many entries as there are tokens serves any number of rows
+            except Exception as error:
+                raise ValueError(
+                    f"row_loss reads an array of shape {jnp.shape(constant)}, one entry for each token, from its "
+                    "closure, but it is called on blocks of the rows that count; pass the array to linear_loss as a "
+                    "row input"
+                ) from error
+    shape = getattr(out, "shape", None)
+    if shape != (tokens,) or not jnp.issubdtype(out.dtype, jnp.floating):
+        described = f"{out.dtype}{list(shape)}" if shape is not None else f"a {type(out).__name__}"
+        raise ValueError(
+            f"row_loss returned {described} for {tokens} rows; it must return floating [{tokens}]{without}"
+        )
+    _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
+    return tuple(name for name, read in zip(names, used, strict=False) if read)
+
+
+@computed_by(_linear_loss)
 def linear_loss(
     row_loss: RowLoss,
     hidden: ArrayLike,
@@ -33,7 +132,7 @@ def linear_loss(
     *row_inputs: ArrayLike,
     shift: int = 0,
     **options: Unpack[RowLossOptions],
-) -> jax.Array:
+) -> tuple[RowLoss, Problem, _Inputs]:
     r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
 
     `loss = Σ_i w_i·row_loss_i / normalizer` over the rows that count. Which statistics the loss reads is found by
@@ -95,104 +194,4 @@ def linear_loss(
                 f"row_inputs[{position}] has shape {value.shape}; it must be a scalar or start with hidden's "
                 f"leading shape {problem.leading}"
             )
-    return _linear_loss(row_loss, problem.decided((by_row, shared)), (by_row, shared))
-
-
-# Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
-_Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
-
-
-def _in_order(inputs: _Inputs) -> list[jax.Array]:
-    return [value for _, value in sorted((inputs[0] | inputs[1]).items())]
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowTotal:
-    """A user's row loss as the modes call it: on primitive statistics, weighted and normalised. Static and hashable."""
-
-    row_loss: RowLoss
-    read: tuple[str, ...]
-    unread: tuple[str, ...]
-    dtype: Any
-    tokens: int
-    targets: tuple[int, ...]
-    defined_at_zero: ClassVar[bool] = False
-
-    @property
-    def names(self) -> frozenset[str]:
-        return primitive_names(self.read)
-
-    def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
-        (by_row, token_weights), (shared, inverse_normalizer) = given
-        rows = next((x.shape[0] for x in primitives.values()), self.tokens)
-        # A function may mention a statistic that its result does not depend on; the compiler drops the zeros.
-        structs = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
-        zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
-        statistics = from_primitives(primitives, self.read)._replace(**zeros)
-        values = self.row_loss(statistics, *_in_order((by_row, shared))).astype(self.dtype)
-        if token_weights is not None:
-            values = zero_safe_product(token_weights, values)
-        return values * inverse_normalizer
-
-
-@program(static=1, by_row=lambda row_loss, problem, inputs: problem.options.by_row)
-def _linear_loss(row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
-    wide, (by_row, shared) = problem.spec.accumulator, inputs
-    batch, head, mask = problem.rows_that_count()
-    options = problem.options.of_rows(problem.shifted)
-    weights = None if options.token_weights is None else options.token_weights.astype(wide)
-    inverse = jnp.ones((), wide)
-    if options.reduction == "mean":
-        each = jnp.ones(problem.leading, wide) if weights is None else weights
-        default = problem.how.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
-        inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
-
-    examples = _in_order((flat_rows(problem.leading, by_row), shared))
-    names = [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
-    read = _statistics_read(row_loss, wide, batch, names, examples, problem.tokens)
-    unread = tuple(name for name in names if name not in read)
-    row_total = _RowTotal(row_loss, read, unread, wide, problem.tokens, batch.targets)
-    operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
-    return evaluate.loss(Call(problem.how, row_total.names, row_total), operands, options.by_row)[0]
-
-
-def _statistics_read(
-    row_loss: RowLoss, wide: Any, batch: Batch, names: list[str], row_inputs: list[jax.Array], tokens: int
-) -> tuple[str, ...]:
-    """The `names` of the statistics that `row_loss`'s result depends on, from its trace."""
-
-    def trace(rows: int) -> tuple[Any, Any]:
-        fields: dict[str, Any] = {name: struct(name, (rows,), batch.targets, wide) for name in names}
-        given = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in row_inputs]
-        return jax.make_jaxpr(row_loss, return_shape=True)(RowStatistics(**fields), *given)
-
-    unlabelled = "; labels is None, so statistics.target_logit and statistics.log_prob are None"
-    without = unlabelled if batch.labels is None else ""
-    try:
-        traced, out = trace(tokens)
-    except Exception as error:
-        error.add_note(f"This happened in row_loss{without}.")
-        raise
-    for constant in traced.consts:
-        if isinstance(constant, jax.core.Tracer):
-            raise ValueError(
-                f"row_loss reads a traced value of shape {constant.shape} from its closure, where its gradient would "
-                "be lost; pass it to linear_loss as a row input (scalars are shared by all rows)"
-            )
-        if jnp.ndim(constant) and jnp.shape(constant)[0] == tokens > 1:
-            try:
-                trace(tokens + 1)  # a table of as many entries as there are tokens serves any number of rows
-            except Exception as error:
-                raise ValueError(
-                    f"row_loss reads an array of shape {jnp.shape(constant)}, one entry for each token, from its "
-                    "closure, but it is called on blocks of the rows that count; pass the array to linear_loss as a "
-                    "row input"
-                ) from error
-    shape = getattr(out, "shape", None)
-    if shape != (tokens,) or not jnp.issubdtype(out.dtype, jnp.floating):
-        described = f"{out.dtype}{list(shape)}" if shape is not None else f"a {type(out).__name__}"
-        raise ValueError(
-            f"row_loss returned {described} for {tokens} rows; it must return floating [{tokens}]{without}"
-        )
-    _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
-    return tuple(name for name, read in zip(names, used, strict=False) if read)
+    return row_loss, problem.decided((by_row, shared)), (by_row, shared)

@@ -1,27 +1,25 @@
 """`linear_log_probs`: log-probabilities of given tokens, entropies and what else post-training reads of a row."""
 
 import dataclasses
+import inspect
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api.checks import ArrayLike, ids, integers
-from pallas_ce.api.documented import documented
+from pallas_ce.api import checks
+from pallas_ce.api.checks import ArrayLike
+from pallas_ce.api.documented import computed_by
 from pallas_ce.api.head_options import LabelledOptions
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
 from pallas_ce.statistics.logits import present, product
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
 from pallas_ce.streaming.gradient_products import PerInput
-
-# The statistics of a support's ids.
-_OF_SUPPORT = frozenset({"target_logit"})
 
 
 class LogProbs(NamedTuple):
@@ -43,7 +41,69 @@ class LogProbs(NamedTuple):
     in_support: jax.Array | None = None
 
 
-@documented
+@program(static=1)
+def compute(
+    names: tuple[str, ...], problem: Problem, support: jax.Array | None = None, known: Known | None = None
+) -> Any:
+    """The log-probabilities, or everything asked for. `known`: what `keep` has found for the same call."""
+    call, operands, labels = _call(names, problem, support)
+    values, counts = evaluate.statistics(call, operands._replace(known=known)), labels != NO_TARGET
+    if support is not None:
+        return _over_support(names, values["target_logit"], operands, labels)
+    found = from_primitives(values, names)
+    hit = None if found.argmax is None else counts & (spread(found.argmax, labels) == labels)
+    log_probs = jnp.where(counts, present(found.log_prob), 0)
+    return log_probs if names == ("log_prob",) else LogProbs(log_probs, found.entropy, found.sum_sq_probs, hit)
+
+
+def keep(
+    names: tuple[str, ...], problem: Problem, support: jax.Array | None, needs_grad: PerInput[bool]
+) -> Known | None:
+    """What `compute` takes as `known`."""
+    return evaluate.keep(*_call(names, problem, support)[:2], needs_grad)
+
+
+def _call(names: tuple[str, ...], problem: Problem, support: jax.Array | None) -> tuple[Call, Operands, jax.Array]:
+    """On the rows that count, whose targets are the labels, or a support's ids; and the labels."""
+    batch, head, mask = problem.rows_that_count()
+    labels, primitives = present(batch.labels), primitive_names(names)
+    if support is not None:  # in ascending order, and none in place of all but the first of equal ones
+        primitives = frozenset({"target_logit"})
+        ids = jnp.sort(problem.shifted(canonical(support, head.spec.vocab_size), NO_TARGET), axis=-1)
+        again = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
+        batch = batch._replace(labels=jnp.where(again, NO_TARGET, ids))
+    return Call(problem.how, primitives), Operands(batch, head, mask), labels
+
+
+def _over_support(names: tuple[str, ...], logits: jax.Array, operands: Operands, labels: jax.Array) -> LogProbs:
+    """Of `p = softmax(logits)` over each row's set of ids alone.
+
+    A label outside its row's set has log-probability -inf and no gradient.
+    """
+    ids = present(operands.batch.labels)
+    place = ids == labels[..., None]
+    in_support = (labels != NO_TARGET) & jnp.any(place, axis=-1)
+    z = jnp.where(ids != NO_TARGET, logits, -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
+    distance = z - jnp.where(jnp.isinf(largest), 0.0, largest)
+    exponentials = jnp.exp(distance)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    none = total == 0  # a row without any id, or of -inf only, has no probabilities
+    total = jnp.where(none, 1.0, total)
+    log_p, p = distance - jnp.log(total), exponentials / total
+    of_label = jnp.sum(jnp.where(place, log_p, 0.0), axis=-1)
+    top = jnp.take_along_axis(ids, jnp.argmax(z, axis=-1)[..., None], axis=-1)[..., 0]
+    found = LogProbs(
+        jnp.where(in_support & ~none[..., 0], of_label, -jnp.inf),
+        -jnp.sum(product(p, jnp.where(p == 0, 0.0, log_p)), axis=-1) if "entropy" in names else None,
+        jnp.sum(p * p, axis=-1) if "sum_sq_probs" in names else None,
+        in_support & (top == labels) if "argmax" in names else None,
+        in_support,
+    )
+    return jax.tree.map(lambda x: jnp.where(present(operands.mask), x, jnp.zeros((), x.dtype)), found)
+
+
+@computed_by(compute)
 def linear_log_probs(
     hidden: ArrayLike,
     weight: WeightLike,
@@ -56,7 +116,7 @@ def linear_log_probs(
     return_hit: bool = False,
     shift: int = 0,
     **options: Unpack[LabelledOptions],
-) -> Any:
+) -> tuple[tuple[str, ...], Problem, jax.Array | None]:
     r"""Log-probabilities of `labels` under `softmax(z)`, without storing logits.
 
         z = softcap(logit_scale · (hidden·weight + bias)) / temperature,     log p_t = z_t - log Σ_v exp z_v
@@ -123,50 +183,27 @@ def linear_log_probs(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    found = compute(
-        *read(
-            hidden,
-            weight,
-            labels,
-            support=support,
-            return_entropy=return_entropy,
-            return_sum_sq_probs=return_sum_sq_probs,
-            return_hit=return_hit,
-            temperature=temperature,
-            shift=shift,
-            **options,
-        )
-    )
-    more = return_entropy or return_sum_sq_probs or return_hit or support is not None
-    return found if more else found.log_probs
-
-
-def read(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    *,
-    support: Any = None,
-    return_entropy: bool,
-    return_sum_sq_probs: bool,
-    return_hit: bool,
-    **options: Any,
-) -> tuple[tuple[str, ...], Problem, jax.Array | None]:
-    """Checks the arguments of `linear_log_probs`; with a support the problem is decided for K targets a row."""
-    problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
+    ids = checks.ids("labels", labels)
+    of_rows: dict[str, Any] = {"temperature": temperature, "shift": shift, "reduction": "none"}
+    problem = Problem.read(hidden, weight, ids, several=True, **of_rows, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
     names = tuple(name for name, wanted in asked.items() if wanted)
     if support is None:
         return names, problem.decided(), None
     support = _read_support(support, problem)
+    # It is decided for K targets a row.
     how = dataclasses.replace(problem, labels=support).decided((problem.labels,)).how
     return names, dataclasses.replace(problem, how=how), support
 
 
+# For wrappers that do not differentiate by JAX, like `keep`.
+read = inspect.unwrap(linear_log_probs)
+
+
 def _read_support(support: Any, problem: Problem) -> jax.Array:
     assert problem.labels is not None
-    kept, leading = ids("support", support), problem.leading
-    integers("support has", kept)
+    kept, leading = checks.ids("support", support), problem.leading
+    checks.integers("support has", kept)
     if kept.shape[:-1] != leading or kept.ndim != len(leading) + 1 or not kept.shape[-1]:
         raise ValueError(f"support has shape {kept.shape}; {leading} with K >= 1 ids of each row behind it is needed")
     if problem.labels.shape != leading:
@@ -174,68 +211,3 @@ def _read_support(support: Any, problem: Problem) -> jax.Array:
             f"support takes one label of each row, {leading}, and labels have shape {problem.labels.shape}"
         )
     return as_array(kept)
-
-
-@program(static=1)
-def compute(
-    names: tuple[str, ...], problem: Problem, support: jax.Array | None = None, known: Known | None = None
-) -> LogProbs:
-    """Everything asked for. `known`: what `keep` has found for the same call."""
-    operands, targets = _operands(problem, support)
-    operands = operands._replace(known=known)
-    if support is not None:
-        return _over_support(problem.how, names, operands, targets)
-    found = from_primitives(evaluate.statistics(Call(problem.how, primitive_names(names)), operands), names)
-    counts = targets != NO_TARGET
-    hit = None if found.argmax is None else counts & (spread(found.argmax, targets) == targets)
-    return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
-
-
-def _over_support(how: How, names: tuple[str, ...], operands: Operands, labels: jax.Array) -> LogProbs:
-    """Of `p = softmax(logits)` over each row's set of ids alone.
-
-    A label outside its row's set has log-probability -inf and no gradient.
-    """
-    ids, logits = present(operands.batch.labels), evaluate.statistics(Call(how, _OF_SUPPORT), operands)
-    inside, place = ids != NO_TARGET, ids == labels[..., None]
-    in_support = (labels != NO_TARGET) & jnp.any(place, axis=-1)
-    z = jnp.where(inside, logits["target_logit"], -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
-    distance = z - jnp.where(jnp.isinf(largest), 0.0, largest)
-    exponentials = jnp.exp(distance)
-    total = jnp.sum(exponentials, axis=-1, keepdims=True)
-    none = total == 0  # a row without any id, or of -inf only, has no probabilities
-    total = jnp.where(none, 1.0, total)
-    log_p, p = distance - jnp.log(total), exponentials / total
-    of_label = jnp.sum(jnp.where(place, log_p, 0.0), axis=-1)
-    top = jnp.take_along_axis(ids, jnp.argmax(z, axis=-1)[..., None], axis=-1)[..., 0]
-
-    def of_rows(x: jax.Array) -> jax.Array:
-        return x if operands.mask is None else jnp.where(operands.mask, x, jnp.zeros((), x.dtype))
-
-    return LogProbs(
-        of_rows(jnp.where(in_support & ~none[..., 0], of_label, -jnp.inf)),
-        of_rows(-jnp.sum(product(p, jnp.where(p == 0, 0.0, log_p)), axis=-1)) if "entropy" in names else None,
-        of_rows(jnp.sum(p * p, axis=-1)) if "sum_sq_probs" in names else None,
-        of_rows(in_support & (top == labels)) if "argmax" in names else None,
-        of_rows(in_support),
-    )
-
-
-def keep(
-    names: tuple[str, ...], problem: Problem, support: jax.Array | None, needs_grad: PerInput[bool]
-) -> Known | None:
-    """What `compute` takes as `known`."""
-    primitives = primitive_names(names) if support is None else _OF_SUPPORT
-    return evaluate.keep(Call(problem.how, primitives), _operands(problem, support)[0], needs_grad)
-
-
-def _operands(problem: Problem, support: jax.Array | None) -> tuple[Operands, jax.Array]:
-    """The rows that count, whose targets are the labels, or a support's ids; and the labels."""
-    batch, head, mask = problem.rows_that_count()
-    labels = present(batch.labels)
-    if support is not None:  # in ascending order, and none in place of all but the first of equal ones
-        ids = jnp.sort(problem.shifted(canonical(support, head.spec.vocab_size), NO_TARGET), axis=-1)
-        again = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
-        batch = batch._replace(labels=jnp.where(again, NO_TARGET, ids))
-    return Operands(batch, head, mask), labels

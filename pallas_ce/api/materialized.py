@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import linear_cross_entropy, log_probs, specs
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.documented import documented
+from pallas_ce.api.documented import computed_by
 from pallas_ce.api.head_options import StoredOptions
-from pallas_ce.api.options import read_options
-from pallas_ce.api.problem import Problem
+from pallas_ce.api.problem import Options, Problem
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import NO_WEIGHT, HeadSpec
 from pallas_ce.modes import evaluate
@@ -23,17 +22,8 @@ from pallas_ce.statistics.cross_entropy import safe_inverse
 from pallas_ce.statistics.logits import present
 
 
-@documented
-def cross_entropy(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    *,
-    logit_softcap: float | None = None,
-    vocab_size: int | None = None,
-    implementation: Implementation | None = None,
-    return_metrics: bool = False,
-    **options: Unpack[StoredOptions],
-) -> Any:
+@computed_by(linear_cross_entropy.compute)
+def cross_entropy(logits: ArrayLike, labels: ArrayLike, **options: Unpack[StoredOptions]) -> tuple[Problem]:
     r"""Cross entropy of given `logits` with `labels`, its gradient made in the same pass and in the logits' place.
 
     For a row z of `softcap(logits)` with label t, token weight w, class weights c (1 each by default), smoothing α and
@@ -89,15 +79,7 @@ def cross_entropy(
         z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5. Smoothing: "Rethinking the Inception
         Architecture for Computer Vision", section 7.
     """
-    return _checked(
-        logits=logits,
-        labels=labels,
-        logit_softcap=logit_softcap,
-        vocab_size=vocab_size,
-        implementation=implementation,
-        return_metrics=return_metrics,
-        **options,
-    )
+    return (_read(logits, labels, **options),)
 
 
 def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:
@@ -127,11 +109,11 @@ def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int 
         1.3862944
     """
     try:
-        given = inspect.signature(cross_entropy).bind(logits, labels, **options)
+        inspect.signature(cross_entropy).bind(logits, labels, **options)
     except TypeError as error:
         raise TypeError(f"chunked_cross_entropy() {error}") from None
-    given.apply_defaults()
-    return _checked(**given.arguments, chunk=arguments.chunk("chunk_size", chunk_size))
+    chunk = arguments.chunk("chunk_size", chunk_size)
+    return linear_cross_entropy.compute(_read(logits, labels, chunk=chunk, **options))
 
 
 def mean_squared_lse(
@@ -168,7 +150,7 @@ def mean_squared_lse(
         1.0
     """
     problem = _read(logits, labels, ignore_index=ignore_index, logit_softcap=logit_softcap, vocab_size=vocab_size)
-    return _mean_squared_lse(problem.decided(task="logits"))
+    return _mean_squared_lse(problem)
 
 
 @program(by_row=lambda problem: False)
@@ -226,16 +208,9 @@ def selective_log_softmax(
             "entries"
         )
     problem = _problem(spec, logits, label_rule.as_array(index), None, implementation=implementation)
-    problem = problem.decided(task="logits")
     if index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
-    return log_probs.compute(("log_prob",), problem).log_probs
-
-
-def _checked(**given: Any) -> Any:
-    problem = _read(**given)
-    loss, metrics = linear_cross_entropy.compute(problem.decided(task="logits"))
-    return (loss, metrics) if problem.options.return_metrics else loss
+    return log_probs.compute(("log_prob",), problem)
 
 
 def _read(
@@ -243,8 +218,8 @@ def _read(
     labels: Any,
     *,
     ignore_index: int | None = -100,
-    logit_softcap: float | None,
-    vocab_size: int | None,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
     validate_labels: bool = False,
     **options: Any,
 ) -> Problem:
@@ -265,13 +240,14 @@ def _problem(
     **of_loss: Any,
 ) -> Problem:
     """The logits as hidden states of a head of `NO_WEIGHT`; `chunk` is the most rows of a block."""
-    return Problem(
+    problem = Problem(
         hidden=logits,
         weight=NO_WEIGHT,
         labels=labels,
-        options=read_options(logits.shape[:-1], spec.vocab_size, "logits'", **of_loss),
+        options=Options(**of_loss).checked(logits.shape[:-1], spec.vocab_size, "logits'"),
         spec=spec,
         ignore_index=ignore_index,
         implementation=implementation,
         scratch_bytes=None if chunk is None else chunk * spec.weight_rows * spec.accumulator.itemsize,
     )
+    return problem.decided(task="logits")

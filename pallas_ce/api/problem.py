@@ -9,15 +9,49 @@ import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import specs
-from pallas_ce.api.options import Options, read_options
-from pallas_ce.backends.protocol import Implementation
+from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.backends.select import warn_once
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.modes.how import WORK, How, Task, decide
 from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
 from pallas_ce.statistics import labels as label_rule
+from pallas_ce.statistics.cross_entropy import reduce_rows
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.rows import flat_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How losses by row become what a call returns, by the public names and defaults: arrays, and static facts."""
+
+    token_weights: Any | None = None
+    class_weights: Any | None = None
+    label_smoothing: Any | None = 0.0
+    z_loss: Any | None = 0.0
+    normalizer: Any | None = None
+    reduction: str = dataclasses.field(default="mean", metadata={"static": True})
+    backward: Backward = dataclasses.field(default="auto", metadata={"static": True})
+    return_metrics: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def checked(self, leading: tuple[int, ...], vocab_size: int, of: str = "hidden's") -> Self:
+        """For rows of the shape `leading`; errors say `of` which argument. The number 0 is no term: None."""
+        arguments.check_reduction(self.reduction, self.normalizer, self.backward)
+        label_smoothing = arguments.scalar("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        z_loss = arguments.scalar("z_loss", self.z_loss, 0.0)
+        return dataclasses.replace(
+            self,
+            token_weights=arguments.by_row("token_weights", self.token_weights, leading, of),
+            class_weights=arguments.by_column("class_weights", self.class_weights, vocab_size),
+            label_smoothing=None if arguments.is_known(label_smoothing, 0.0) else label_smoothing,
+            z_loss=None if arguments.is_known(z_loss, 0.0) else z_loss,
+            normalizer=arguments.normalizer(self.normalizer),
+        )
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the loss is not reduced."""
+        return self.reduction == "none"
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +114,7 @@ class Problem:
         """Checks the arguments of a public function, by their public names.
 
         A number as temperature goes into the head; see also `tempered`. `several`: whether a row may have several
-        labels. `of_loss` is for `read_options`.
+        labels. `of_loss` are `Options`.
         """
         ignore_index = arguments.ignored(ignore_index)
         hidden, given = arguments.array("hidden", hidden), specs.read_weight(weight)
@@ -94,7 +128,6 @@ class Problem:
         leading = hidden.shape[:-1]
         logit_scale = arguments.scalar("logit_scale", logit_scale)
         logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
-        logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
         temperature = arguments.temperature(temperature, leading)
         if isinstance(temperature, float):
             if temperature != 1.0:  # `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`
@@ -108,7 +141,6 @@ class Problem:
             labels = arguments.labels(labels, *of_head, several=several)
         elif validate_labels:
             raise ValueError("validate_labels=True needs labels, which is None")
-        row_mask = arguments.row_mask(row_mask, leading)
         if shift := arguments.shift(shift, labels, leading):
             refuse_shift(shift, (hidden, labels))
         if scratch_bytes is not None:
@@ -122,11 +154,11 @@ class Problem:
             down=given.down,
             bias=bias,
             logit_scale=logit_scale,
-            logit_weights=logit_weights,
+            logit_weights=arguments.by_column("logit_weights", logit_weights, spec.vocab_size),
             temperature=temperature,
             labels=labels,
-            row_mask=row_mask,
-            options=read_options(leading, spec.vocab_size, **of_loss),
+            row_mask=arguments.row_mask(row_mask, leading),
+            options=Options(**of_loss).checked(leading, spec.vocab_size),
             spec=spec,
             ignore_index=ignore_index,
             implementation=implementation,
@@ -209,6 +241,19 @@ class Problem:
         """`[..., *K]` values of tokens at the rows that predict these; `fill` where there is none."""
         axis = len(self.leading) - 1
         return label_rule.shifted(by_token, self.shift, axis, fill) if self.shift else by_token
+
+    @property
+    def token_weights(self) -> jax.Array | None:
+        """`[...]` in the accumulator dtype, at the rows that predict their tokens; None: 1 each."""
+        weights = self.options.token_weights
+        return None if weights is None else self.shifted(weights, 0).astype(self.spec.accumulator)
+
+    def reduced(self, values: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """The loss from values of rows, `[...]` or `[N]`, which count where `mask` is True."""
+        options, weights = self.options, self.options.token_weights
+        weights = None if weights is None else weights.reshape(values.shape)
+        loss = reduce_rows(values, mask, weights, options.reduction, options.normalizer, self.how.total)
+        return loss.reshape(self.leading) if options.by_row else loss
 
     def rows_that_count(self) -> tuple[Batch, Head, jax.Array | None]:
         """`rows`, with `NO_TARGET` for labels that do not count, and which rows do, `[...]`; None: all."""

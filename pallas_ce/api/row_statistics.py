@@ -1,10 +1,11 @@
 """`linear_row_statistics`: the statistics themselves, for any loss written on top of them."""
 
+import inspect
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from pallas_ce.api.checks import ArrayLike, check_statistics
-from pallas_ce.api.documented import documented
+from pallas_ce.api.documented import computed_by
 from pallas_ce.api.head_options import StatisticsOptions
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
@@ -15,7 +16,23 @@ from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_n
 from pallas_ce.streaming.gradient_products import PerInput
 
 
-@documented
+@program(static=1)
+def compute(names: tuple[str, ...], problem: Problem, known: Known | None = None) -> RowStatistics:
+    """The statistics. `known`: what `keep` has found for the same call."""
+    call, operands = _call(names, problem)
+    return from_primitives(evaluate.statistics(call, operands._replace(known=known)), names)
+
+
+def keep(names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
+    """What `compute` takes as `known`."""
+    return evaluate.keep(*_call(names, problem), needs_grad)
+
+
+def _call(names: tuple[str, ...], problem: Problem) -> tuple[Call, Operands]:
+    return Call(problem.how, primitive_names(names)), Operands(*problem.rows(), problem.row_mask)
+
+
+@computed_by(compute)
 def linear_row_statistics(
     hidden: ArrayLike,
     weight: WeightLike,
@@ -23,7 +40,7 @@ def linear_row_statistics(
     *,
     statistics: Sequence[str] = ("lse", "target_logit"),
     **options: Unpack[StatisticsOptions],
-) -> RowStatistics:
+) -> tuple[tuple[str, ...], Problem]:
     r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias)) / temperature`, not stored.
 
     Differentiable in `hidden`, `weight`, `bias` and `logit_scale`, in reverse mode, once, with any cotangents: a loss
@@ -66,26 +83,10 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    return compute(*read(hidden, weight, labels, statistics=statistics, **options))
-
-
-def read(
-    hidden: Any, weight: Any, labels: Any | None = None, *, statistics: Sequence[str], **options: Any
-) -> tuple[tuple[str, ...], Problem]:
-    """Checks the arguments of `linear_row_statistics`, for `compute` and `keep`."""
     # No label is special, and each row has cotangents of its own.
     problem = Problem.read(hidden, weight, labels, ignore_index=None, reduction="none", several=True, **options)
     return check_statistics(statistics, problem.labels), problem.decided()
 
 
-@program(static=1)
-def compute(names: tuple[str, ...], problem: Problem, known: Known | None = None) -> RowStatistics:
-    """The statistics. `known`: what `keep` has found for the same call."""
-    operands = Operands(*problem.rows(), problem.row_mask, known=known)
-    return from_primitives(evaluate.statistics(Call(problem.how, primitive_names(names)), operands), names)
-
-
-def keep(names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
-    """What `compute` takes as `known`."""
-    operands = Operands(*problem.rows(), problem.row_mask)
-    return evaluate.keep(Call(problem.how, primitive_names(names)), operands, needs_grad)
+# For wrappers that do not differentiate by JAX, like `keep`.
+read = inspect.unwrap(linear_row_statistics)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, count
-from pallas_ce.api.documented import documented
+from pallas_ce.api.documented import computed_by
 from pallas_ce.api.head_options import HeadOptions
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
@@ -36,69 +36,6 @@ class TopK(NamedTuple):
     logits: jax.Array
     ids: jax.Array
     log_probs: jax.Array
-
-
-@documented
-def linear_top_k(
-    hidden: ArrayLike,
-    weight: WeightLike,
-    k: int,
-    *,
-    temperature: ArrayLike = 1.0,
-    row_mask: ArrayLike | None = None,
-    implementation: Implementation | None = None,
-    **options: Unpack[HeadOptions],
-) -> TopK:
-    r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
-
-    Exact: values, ids and order as `jax.lax.top_k` gives them on the whole row. Ties go to the lowest id, and NaN of
-    either sign comes first. The same pass finds the row's log-sum-exp, so that
-    `log_probs = logits/temperature - lse(logits/temperature)` are over the whole vocabulary, not over the k.
-
-    Nothing is differentiated: the results are constants. For gradients, give the ids to a function of log-probabilities
-    that is differentiable.
-
-    Args:
-        hidden: `[..., H]`.
-        weight: `[V', H]` or `[H, V']`.
-        k: how many, from 1 to V. A Python int.
-        temperature: T > 0, a scalar or `[...]`; changes `log_probs` only.
-        row_mask: `[...]` bool; rows where it is False hold logits 0, ids -1 and log-probabilities 0, and their work is
-            skipped.
-        implementation: "xla" (any platform), "mosaic_gpu" (a Hopper kernel that stores the float32 logits of as
-            many rows as `scratch_bytes` holds), or None: that one in programs for a Hopper GPU where it can, else
-            "xla".
-        scratch_bytes: bound on scratch memory.
-
-    Returns:
-        TopK: fields `[..., k]`, float32 (float64 for float64) and int32. A logit of -inf has log-probability -inf. In a
-        row with a NaN every log-probability is NaN; where the largest logit is +inf, that is NaN.
-
-    Raises:
-        ValueError: shapes or values that do not fit, k beyond the vocabulary, a budget too small for one row, a named
-            implementation that cannot serve.
-        TypeError: dtypes that do not fit.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from pallas_ce import linear_top_k
-        >>> hidden = jnp.array([[1.0, 0.0], [0.0, 1.0]])
-        >>> weight = jnp.array([[0.0, 3.0], [2.0, 1.0], [2.0, 0.0], [1.0, 2.0]])  # [V, H]
-        >>> print(linear_top_k(hidden, weight, 2).ids)
-        [[1 2]
-         [0 3]]
-    """
-    problem = Problem.read(hidden, weight, row_mask=row_mask, implementation=implementation, **options)
-    problem = problem.tempered(temperature)
-    k = count("k", k, problem.spec.vocab_size, f"vocab_size={problem.spec.vocab_size}")
-    how = problem.decided(task="top_k").how
-    try:
-        _finder(how, problem.spec, k).block_sizes(max(problem.tokens, 1))
-    except ValueError:  # the budget is too small
-        if how.default is None:
-            raise
-        how = dataclasses.replace(how, implementation=how.default.instead, default=None)
-    return _linear_top_k(k, dataclasses.replace(problem, how=how))
 
 
 def _finder(how: How, spec: HeadSpec, k: int) -> TopKFinder:
@@ -149,3 +86,66 @@ class _Tiled(Streams):
             return Largest(values, jnp.take_along_axis(jnp.concatenate([a.places, b.places], 1), places, axis=1))
 
         return fold_with_lse(best_of_tile, best_of_both, head, batch, plan.columns)
+
+
+@computed_by(_linear_top_k)
+def linear_top_k(
+    hidden: ArrayLike,
+    weight: WeightLike,
+    k: int,
+    *,
+    temperature: ArrayLike = 1.0,
+    row_mask: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    **options: Unpack[HeadOptions],
+) -> tuple[int, Problem]:
+    r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
+
+    Exact: values, ids and order as `jax.lax.top_k` gives them on the whole row. Ties go to the lowest id, and NaN of
+    either sign comes first. The same pass finds the row's log-sum-exp, so that
+    `log_probs = logits/temperature - lse(logits/temperature)` are over the whole vocabulary, not over the k.
+
+    Nothing is differentiated: the results are constants. For gradients, give the ids to a function of log-probabilities
+    that is differentiable.
+
+    Args:
+        hidden: `[..., H]`.
+        weight: `[V', H]` or `[H, V']`.
+        k: how many, from 1 to V. A Python int.
+        temperature: T > 0, a scalar or `[...]`; changes `log_probs` only.
+        row_mask: `[...]` bool; rows where it is False hold logits 0, ids -1 and log-probabilities 0, and their work is
+            skipped.
+        implementation: "xla" (any platform), "mosaic_gpu" (a Hopper kernel that stores the float32 logits of as
+            many rows as `scratch_bytes` holds), or None: that one in programs for a Hopper GPU where it can, else
+            "xla".
+        scratch_bytes: bound on scratch memory.
+
+    Returns:
+        TopK: fields `[..., k]`, float32 (float64 for float64) and int32. A logit of -inf has log-probability -inf. In a
+        row with a NaN every log-probability is NaN; where the largest logit is +inf, that is NaN.
+
+    Raises:
+        ValueError: shapes or values that do not fit, k beyond the vocabulary, a budget too small for one row, a named
+            implementation that cannot serve.
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_ce import linear_top_k
+        >>> hidden = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+        >>> weight = jnp.array([[0.0, 3.0], [2.0, 1.0], [2.0, 0.0], [1.0, 2.0]])  # [V, H]
+        >>> print(linear_top_k(hidden, weight, 2).ids)
+        [[1 2]
+         [0 3]]
+    """
+    problem = Problem.read(hidden, weight, row_mask=row_mask, implementation=implementation, **options)
+    problem = problem.tempered(temperature)
+    k = count("k", k, problem.spec.vocab_size, f"vocab_size={problem.spec.vocab_size}")
+    how = problem.decided(task="top_k").how
+    try:
+        _finder(how, problem.spec, k).block_sizes(max(problem.tokens, 1))
+    except ValueError:  # the budget is too small
+        if how.default is None:
+            raise
+        how = dataclasses.replace(how, implementation=how.default.instead, default=None)
+    return k, dataclasses.replace(problem, how=how)

@@ -188,4 +188,4 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
     values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
     # A label of logit +inf has no probability, as in a softmax whose sum is +inf.
     values = values * jnp.where(different & ~jnp.isposinf(target), 1.0, jnp.nan)  # and so are the gradients
-    return problem.options.reduced(values, mask, problem.leading)
+    return problem.reduced(values, mask)

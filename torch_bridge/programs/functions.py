@@ -90,11 +90,9 @@ class Function(NamedTuple):
 
     def compute(self, checked: Any, known: Any) -> Outputs:
         """Outputs with gradients, and others: numbers, or arrays by row, in the order of the result's fields."""
-        found = self.steps.compute(*checked, known)
-        if self.steps is cross_entropy_steps:
-            loss, metrics = found
-            return (loss,), tuple(metrics or ())
-        values = jax.tree.leaves(found)
+        values = jax.tree.leaves(self.steps.compute(*checked, known))
+        if self.steps is cross_entropy_steps:  # the metrics have no gradient
+            return tuple(values[:1]), tuple(values[1:])
         floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
         return floating, tuple(x for x in values if not jnp.issubdtype(x.dtype, jnp.floating))
 
