@@ -50,7 +50,6 @@ class Case(NamedTuple):
     """A call of N rows, H and V; `ignored` is the share of the labels that do not count, `targets` K of `[N, K]`."""
 
     shape: tuple[int, int, int]
-    vocab_axis: int
     arrays: tuple[str, ...] = ()
     options: Mapping[str, Any] = {}
     ignored: float = 0.0
@@ -58,14 +57,14 @@ class Case(NamedTuple):
 
 
 _WHOLE, _RAGGED = (256, 128, 2048), (77, 100, 1003)
-_BLOCKS = {"label_smoothing": 0.1, "scratch_bytes": 2**22}
+_OTHER_AXIS, _BLOCKS = {"vocab_axis": 1}, {"label_smoothing": 0.1, "scratch_bytes": 2**22}
 CASES = {
-    "plain": Case(_WHOLE, 0),
-    "ragged": Case(_RAGGED, 1),
-    "bias, soft cap": Case(_WHOLE, 1, ("bias",), {"logit_softcap": 5.0}),
-    "label smoothing, ignored rows, blocks": Case((600, 256, 3000), 0, options=_BLOCKS, ignored=0.3),
-    "3 labels a row": Case(_WHOLE, 0, ignored=0.2, targets=3),
-    "row temperatures, ragged": Case(_RAGGED, 1, ("temperature",)),
+    "plain": Case(_WHOLE),
+    "ragged": Case(_RAGGED, options=_OTHER_AXIS),
+    "bias, soft cap": Case(_WHOLE, ("bias",), _OTHER_AXIS | {"logit_softcap": 5.0}),
+    "label smoothing, ignored rows, blocks": Case((600, 256, 3000), options=_BLOCKS, ignored=0.3),
+    "3 labels a row": Case(_WHOLE, ignored=0.2, targets=3),
+    "row temperatures, ragged": Case(_RAGGED, ("temperature",), _OTHER_AXIS),
 }
 
 
@@ -84,30 +83,25 @@ def main(words: Sequence[str] | None = None) -> int:
     found = _facts(device)
     print(", ".join(f"{name} {fact}" for name, fact in found.items()))
     print(f"\n{'implementation':15} {'dtype':9} {'backward':11} {'error/bound':12} check")
-    found |= {"passed": None, "checks": []}
+    checks: list[dict[str, Any]] = []
     for check in carry_out(IMPLEMENTATIONS[options.device], device, host):
-        found["checks"].append(check)
-        _save(path, found)
+        checks.append(check)
+        _save(path, found | {"passed": None, "checks": checks})
         if check["status"] != "not served":
-            worst = max((x["error"] / x["bound"] for x in check.get("errors", {}).values()), default=None)
-            ratio = "-" if worst is None else f"{worst:.2f}"
+            ratios = [x["error"] / x["bound"] for x in check.get("errors", {}).values()]
             told = "" if check["status"] == "pass" else f": FAILED {check.get('message', '').partition('\n')[0]}"
             start = f"{check['implementation']:15} {check['dtype']:9} {check['backward']:11}"
-            print(f"{start} {ratio:12} {check['case']}{told}", flush=True)
-    statuses = [check["status"] for check in found["checks"]]
-    found["passed"] = "fail" not in statuses
-    _save(path, found)
-    print(f"\n{statuses.count('pass')} checks passed, {statuses.count('fail')} failed. The project is glad of {path}.")
-    return 0 if found["passed"] else 1
+            print(f"{start} {f'{max(ratios):.2f}' if ratios else '-':12} {check['case']}{told}", flush=True)
+    passed, failed = ([check["status"] for check in checks].count(status) for status in ("pass", "fail"))
+    _save(path, found | {"passed": not failed, "checks": checks})
+    print(f"\n{passed} checks passed, {failed} failed. The project is glad of {path}.")
+    return int(failed > 0)
 
 
 def carry_out(implementations: Sequence[str], device: jax.Device, host: jax.Device) -> Iterator[dict[str, Any]]:
     """Runs the cases in every dtype, implementation and backward mode on the device, and in float64 on the host.
 
-    Yields:
-        `{"implementation", "dtype", "case", "backward", "status", ...}`. The status is "pass" or "fail" with `errors`,
-        the relative error and its bound by name; "fail" with the `message` of what was raised; or "not served" with the
-        reason as `message`.
+    The status of what it yields is "pass" or "fail", with `errors` or the `message` of an exception, or "not served".
     """
 
     def of_call(call: tuple[str, str]) -> list[dict[str, Any]]:
@@ -135,14 +129,14 @@ def carry_out(implementations: Sequence[str], device: jax.Device, host: jax.Devi
 
 def _arrays(case: Case, dtype: str) -> dict[str, Any]:
     """The weight as `[V, H]`; logits of standard deviation 1."""
-    rng, (n, h, v) = np.random.default_rng(0), case.shape
+    rng, (n, h, v), kind = np.random.default_rng(0), case.shape, jnp.dtype(dtype)
     labels = rng.integers(0, v, size=(n, case.targets or 1), dtype=np.int32)
     labels[rng.random(labels.shape) < case.ignored] = -100
     made = {
-        "hidden": rng.normal(size=(n, h)).astype(jnp.dtype(dtype)),
-        "weight": (rng.normal(size=(v, h)) / np.sqrt(h)).astype(jnp.dtype(dtype)),
+        "hidden": rng.normal(size=(n, h)).astype(kind),
+        "weight": (rng.normal(size=(v, h)) / np.sqrt(h)).astype(kind),
         "labels": labels if case.targets else labels[:, 0],
-        "bias": rng.normal(size=v).astype(jnp.dtype(dtype)),
+        "bias": rng.normal(size=v).astype(kind),
         "temperature": rng.uniform(0.5, 2.0, size=n).astype(np.float32),
     }
     return {name: x for name, x in made.items() if name in ("hidden", "weight", "labels", *case.arrays)}
@@ -150,16 +144,15 @@ def _arrays(case: Case, dtype: str) -> dict[str, Any]:
 
 def _run(case: Case, arrays: dict[str, Any], **options: Any) -> Any:
     """Loss and gradients, the same in each of several runs; in later runs a GPU replays a graph of launches."""
-    constant = {name: x for name, x in arrays.items() if name in ("labels", "temperature")}
-    differentiable = {name: x for name, x in arrays.items() if name not in constant}
+    differentiable = {name: x for name, x in arrays.items() if name not in ("labels", "temperature")}
 
     def loss(differentiable: dict[str, Any]) -> Any:
-        given: dict[str, Any] = {**differentiable, **constant, **case.options, **options, "vocab_axis": case.vocab_axis}
+        given = arrays | differentiable | dict(case.options) | options
         hidden, weight, labels = (given.pop(name) for name in ("hidden", "weight", "labels"))
-        weight = weight.T if case.vocab_axis else weight
+        head = hidden, weight.T if "vocab_axis" in given else weight, labels
         if labels.ndim == 1 and "temperature" not in given:
-            return linear_cross_entropy(hidden, weight, labels, **given)
-        return linear_loss(_negative_log_likelihood, hidden, weight, labels, labels, **given)
+            return linear_cross_entropy(*head, **given)
+        return linear_loss(_negative_log_likelihood, *head, labels, **given)
 
     run = jax.jit(jax.value_and_grad(loss)).lower(differentiable).compile(_UNTUNED)
     results = [jax.tree.map(np.asarray, run(differentiable)) for _ in range(_RUNS)]
@@ -177,12 +170,11 @@ def _negative_log_likelihood(row: RowStatistics, labels: jax.Array) -> jax.Array
 
 def _compared(found: Any, exact: Any, dtype: str) -> dict[str, Any]:
     """Relative errors in the Frobenius norm, and whether each is within its bound."""
+    pairs = {"loss": (found[0], exact[0], 2e-5)}
+    pairs |= {name: (x, exact[1][name], DTYPES[dtype]) for name, x in found[1].items()}
     errors = {
         name: {"error": float(np.linalg.norm(x.astype(np.float64) - want) / np.linalg.norm(want)), "bound": bound}
-        for name, x, want, bound in [
-            ("loss", found[0], exact[0], 2e-5),
-            *((name, x, exact[1][name], DTYPES[dtype]) for name, x in found[1].items()),
-        ]
+        for name, (x, want, bound) in pairs.items()
     }
     passed = all(x["error"] <= x["bound"] for x in errors.values())
     return {"status": "pass" if passed else "fail", "errors": errors}

@@ -1,7 +1,7 @@
 """Checks of the public functions' arguments. Each error names the argument, its value and what would work."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import jax
@@ -43,6 +43,12 @@ def no_tensor(name: str, value: Any) -> None:
             f"{name} is a torch.Tensor: torch_bridge has these functions for tensors, with gradients, and to_jax, "
             "which makes an array on a tensor's memory"
         )
+
+
+def not_traced(name: str, value: Any) -> None:
+    """Refuses a value that is not known while JAX traces."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be a Python number, not a traced value: it shapes the compiled program")
 
 
 def array(name: str, value: Any) -> jax.Array:
@@ -149,22 +155,15 @@ def ignored(ignore_index: Any) -> int | None:
     return int(ignore_index)
 
 
-def by_row(name: str, value: Any | None, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array | None:
-    """`value` as an array with one entry for each token; None stays None."""
-    return _shaped(name, value, leading, f"{of} leading shape {leading} is needed")
-
-
-def by_column(name: str, value: Any | None, vocab_size: int) -> jax.Array | None:
-    """`value` as an array with one entry for each vocabulary entry; None stays None."""
-    return _shaped(name, value, (vocab_size,), f"it must be ({vocab_size},), one entry for each of vocab_size")
-
-
-def _shaped(name: str, value: Any | None, shape: tuple[int, ...], needed: str) -> jax.Array | None:
+def shaped(
+    name: str, value: Any | None, shape: tuple[int, ...], of: str = "hidden's leading shape"
+) -> jax.Array | None:
+    """`value` as a real array of the `shape` that errors say is `of` something; None stays None."""
     if value is None:
         return None
     values = _real(name, array(name, value))
     if values.shape != shape:
-        raise ValueError(f"{name} has shape {values.shape}; {needed}")
+        raise ValueError(f"{name} has shape {values.shape}; {of} {shape} is needed")
     return values
 
 
@@ -179,7 +178,7 @@ def row_mask(value: Any | None, leading: tuple[int, ...]) -> jax.Array | None:
 
     Only booleans: an integer or floating array is as likely to hold weights or labels as a mask.
     """
-    mask = by_row("row_mask", value, leading)
+    mask = shaped("row_mask", value, leading)
     if mask is not None and mask.dtype != jnp.bool:
         raise TypeError(f"row_mask has dtype {mask.dtype}; it must be bool: pass row_mask != 0")
     return mask
@@ -193,37 +192,30 @@ def floating(name: str, values: Any) -> Any:
 
 
 def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> float | jax.Array:
-    """A positive number, or a floating array `[]` or with one entry for each token; with `zero`, 0 too.
-
-    The range of an array is checked only where that costs no transfer.
-    """
+    """A positive number, or a floating array `[]` or with one entry for each token; with `zero`, 0 too."""
     least = "at least 0 (if not 0," if zero else "above 0 (at least"
     words = f"a finite number {least} {_TEMPERATURES}"
-
-    def right(x: Any) -> Any:
-        return (x >= _LEAST_TEMPERATURE) & (x <= _MOST_TEMPERATURE) | (zero & (x == 0))
-
-    return _scalar_or_by_row("temperature", value, leading, right, words)
+    return _scalar_or_by_row("temperature", value, leading, _LEAST_TEMPERATURE, _MOST_TEMPERATURE, zero, words)
 
 
-def share(name: str, value: Any | None, leading: tuple[int, ...], absent: float, zero: bool) -> jax.Array | None:
+def share(name: str, value: Any | None, leading: tuple[int, ...], zero: bool = False) -> jax.Array | None:
     """A number above 0 (with `zero`, at least 0) and at most 1, or a floating array of them, `[]` or one by token.
 
-    None stands for `absent`. The range of an array is checked only where that costs no transfer.
+    None stands for 1, with `zero` for 0.
     """
-    if value is None or is_known(value, absent):
+    if value is None or is_known(value, 0.0 if zero else 1.0):
         return None
     words = f"{'at least' if zero else 'above'} 0 and at most 1"
-    found = _scalar_or_by_row(name, value, leading, lambda x: (x <= 1) & ((x >= 0) if zero else (x > 0)), words)
-    return jnp.asarray(found)
+    return jnp.asarray(_scalar_or_by_row(name, value, leading, sys.float_info.min, 1.0, zero, words))
 
 
 def _scalar_or_by_row(
-    name: str, value: Any, leading: tuple[int, ...], right: Callable[[Any], Any], words: str
+    name: str, value: Any, leading: tuple[int, ...], low: float, high: float, zero: bool, words: str
 ) -> float | jax.Array:
+    """From `low` to `high`, or with `zero` 0. The range of an array is checked only where that costs no transfer."""
     number, many = is_plain(value) and not isinstance(value, bool), isinstance(value, np.ndarray)
     if number or many:
-        fits = right(value)
+        fits = (value >= low) & (value <= high) | (zero & (value == 0))
         if not (fits.all() if many else fits):
             first = np.asarray(value)[~np.asarray(fits)].flat[0] if many else value
             raise ValueError(f"{name}={shown(first) if isinstance(first, int) else f'{first:g}'} must be {words}")
@@ -280,8 +272,7 @@ def above_zero(name: str, value: Any) -> Any:
 
 def beta(value: Any) -> float:
     """β of the Jensen-Shannon divergence, as a float strictly between 0 and 1."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError("beta must be a Python number, not a traced value: it shapes the compiled program")
+    not_traced("beta", value)
     number = float(scalar("beta", value))
     if not 0.0 < number < 1.0:
         raise ValueError(

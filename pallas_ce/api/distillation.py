@@ -1,5 +1,6 @@
 """`linear_distillation`: a student's head against a teacher's, neither's logits stored."""
 
+import functools
 import inspect
 from typing import Any, Literal, Unpack, get_args
 
@@ -9,8 +10,7 @@ from jax import lax
 
 from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.documented import computed_by
-from pallas_ce.api.head_options import DistillationOptions, TeacherOptions
+from pallas_ce.api.head_options import DistillationOptions, TeacherOptions, computed_by
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
 from pallas_ce.backends import reference
@@ -18,7 +18,8 @@ from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
-from pallas_ce.statistics.divergences import Divergence, Name
+from pallas_ce.statistics.divergences import Divergence, Name, PairPartial, whole
+from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import PerInput
 from pallas_ce.streaming.rows import flat_rows
 
@@ -179,5 +180,38 @@ def linear_distillation(
     return two_heads.Pair(between, student.how), student, teacher
 
 
-# For wrappers that do not differentiate by JAX, like `keep`.
-read = inspect.unwrap(linear_distillation)
+def read_of_part(*, parts: Any = None, sums: Any = None, **arguments: Any) -> Any:
+    """What `compute_of_part` takes, from the arguments of `linear_distillation`, where V is the part's."""
+    pair, student, teacher = inspect.unwrap(linear_distillation)(**arguments)
+    if pair.how.mode is None:
+        raise ValueError(
+            f"implementation={student.implementation!r} does not know parts of a vocabulary; choose 'xla' or None"
+        )
+    return pair, student, teacher, parts, sums
+
+
+def compute_of_part(pair: Any, student: Any, teacher: Any, parts: Any, sums: Any, _: None = None) -> jax.Array:
+    """What a process can make next, of its own columns of both heads, for wrappers that exchange arrays.
+
+    It depends on what all have found before:
+
+        nothing            `[N, 4]`, "jsd", or `[N, 5]`: the statistics of its columns
+        parts              "jsd" only, `[N, 2]`: its columns' sums of the mixture, which are to be added up
+        parts and sums     the loss of the whole vocabulary, the same in each process; so for the others from `parts`
+
+    The loss has the derivatives in the student's own columns, and a share of the hidden states' gradient. `parts` are
+    `[N, processes, 4 or 5]`.
+    """
+    by_row: Any = functools.partial(two_heads.by_row, pair, operands(student, teacher))
+    if parts is None:
+        numbers = 5 if pair.divergence.passes == 1 else 4  # a cross term needs no second pass
+        own = by_row(lambda _, block, __: jax.tree.leaves(block.partial()), lambda zeros: [zeros] * numbers)
+        return jnp.stack(own, axis=1)
+    each = (part.T for part in jnp.unstack(parts, axis=1))
+    found = whole(pair.divergence, (PairPartial(Partial(*x[:2]), Partial(*x[2:4]), *x[4:]) for x in each))
+    if pair.divergence.passes > 1:
+        if sums is None:
+            own = by_row(lambda _, block, found: block.mixture_sums(found), lambda zeros: (zeros, zeros), found)
+            return jnp.stack(own, axis=1)
+        found = found.with_mixture(*sums.T)
+    return compute(pair, student, teacher, Known(lax.stop_gradient(found)))

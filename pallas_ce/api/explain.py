@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import specs
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import WeightOptions
+from pallas_ce.api.head_options import WeightOptions, documented
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
@@ -74,22 +73,22 @@ class Explanation:
     def __str__(self) -> str:
         tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
         lines = [
-            f"implementation  {self.implementation}: {self.implementation_reason}",
-            f"backward        {self.backward or 'none'}: {self.backward_reason}",
-            *([f"on each device  {self.parallelism}"] if self.parallelism else []),
-            f"products        {self.gemms} (2·N·H·V operations each)",
-            f"tiles           {tiles}",
-            *(f"kernel          {x.kernel}: tiles of {x.tile_rows} x {x.tile_columns}" for x in self.launches),
-            f"scratch         {_mib(self.scratch_bytes)}",
-            *([f"weight's copy   {_mib(self.weight_copy_bytes)}"] if self.weight_copy_bytes else []),
-            f"accumulators    {_mib(self.accumulator_bytes)}",
-            f"gradients       {_mib(self.gradient_bytes)}",
-            f"predicted peak  {_mib(self.peak_bytes)} (with stored float32 logits: {_mib(self.stored_bytes)})",
+            ("implementation", f"{self.implementation}: {self.implementation_reason}"),
+            ("backward", f"{self.backward or 'none'}: {self.backward_reason}"),
+            ("on each device", self.parallelism),
+            ("products", f"{self.gemms} (2·N·H·V operations each)"),
+            ("tiles", tiles),
+            *(("kernel", f"{x.kernel}: tiles of {x.tile_rows} x {x.tile_columns}") for x in self.launches),
+            ("scratch", _mib(self.scratch_bytes)),
+            ("weight's copy", _mib(self.weight_copy_bytes) if self.weight_copy_bytes else ""),
+            ("accumulators", _mib(self.accumulator_bytes)),
+            ("gradients", _mib(self.gradient_bytes)),
+            ("predicted peak", f"{_mib(self.peak_bytes)} (with stored float32 logits: {_mib(self.stored_bytes)})"),
         ]
         if other := self.alternative:
             words = f"{other.backward}, {other.implementation}: {other.gemms} products"
-            lines.append(f"alternative     {words}, predicted peak {_mib(other.peak_bytes)}")
-        return "\n".join(lines)
+            lines.append(("alternative", f"{words}, predicted peak {_mib(other.peak_bytes)}"))
+        return "\n".join(f"{name:16}{words}" for name, words in lines if words)
 
 
 @documented
@@ -150,49 +149,40 @@ def explain(
         >>> explain(hidden, weight, reduction="none").gemms
         4
     """
-    arrays: Any = hidden, weight.weight if isinstance(weight, LowRank) else weight, labels
-    arguments.check_reduction(reduction, None, backward)
     differentiate = arguments.sequence_of_names("differentiate", differentiate)
     if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
-    given: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": options.pop("logit_scale", 1.0)}
-    known = {name: x for name, x in given.items() if arguments.is_plain(x) or not hasattr(x, "shape")}
-    read = functools.partial(
-        Problem.read,
-        logit_softcap=logit_softcap,
-        reduction=reduction,
-        implementation=implementation,
-        several=True,
-        **known,
-        **options,
-    )
+    logit_scale = options.pop("logit_scale", 1.0)
+    given: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
+    shapes = {n: _described(n, x) for n, x in given.items() if hasattr(x, "shape") and not arguments.is_plain(x)}
+    named: dict[str, Any] = {"logit_softcap": logit_softcap, "reduction": reduction, "backward": backward, **options}
     problem: Problem = jax.eval_shape(
-        read,
+        functools.partial(Problem.read, implementation=implementation, several=True, **given, **named),
         _described("hidden", hidden),
         specs.read_weight(weight, _described) if isinstance(weight, LowRank) else _described("weight", weight),
         None if labels is None else _described("labels", labels),
-        **{name: _described(name, value) for name, value in given.items() if name not in known},
+        **shapes,
     )
     exists = {name for name in _DIFFERENTIABLE if getattr(problem, name) is not None}
-    if arguments.is_known(given["logit_scale"], 1.0):  # a number as temperature makes one, which has no gradient
+    if arguments.is_known(logit_scale, 1.0):  # a number as temperature makes one, which has no gradient
         exists.discard("logit_scale")
     needs_grad = NO_GRADIENT._replace(**{name: name in exists for name in differentiate})
-    told = _explained(problem, arrays, needs_grad, backward)
+    arrays = hidden, weight.weight if isinstance(weight, LowRank) else weight, labels
+    told = _explained(problem, arrays, needs_grad)
     if told.backward is None or problem.options.by_row:
         return told
     other: Mode = "recompute" if told.backward == "in_forward" else "in_forward"
+    problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, backward=other))
     try:
-        return dataclasses.replace(told, alternative=_explained(problem, arrays, needs_grad, other))
+        return dataclasses.replace(told, alternative=_explained(problem, arrays, needs_grad))
     except ValueError:  # it does not fit
         return told
 
 
-def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backward: Backward) -> Explanation:
+def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerInput[bool]) -> Explanation:
     """Of a problem of shapes; `arrays` are the caller's hidden states, weight and labels, which may know their mesh."""
-    problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, backward=backward))
-    hidden, weight, labels = arrays
-    part = share(hidden, weight, labels, problem.spec)
-    how = problem.decided(arrays=(hidden, weight), padded_share=part.spec if part.padded else None).how
+    part = share(*arrays, problem.spec)
+    how = problem.decided(arrays=arrays[:2], padded_share=part.spec if part.padded else None).how
     spec, tokens, wide = part.spec, part.tokens, part.spec.accumulator.itemsize
     differentiated, needed = any(needs_grad), needed_products(needs_grad, spec.rank)
     mode = how.mode if differentiated else None
@@ -220,7 +210,7 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
     passes: tuple[Mode | None, ...] = (None, mode) if mode == "recompute" else (mode,)
     options = sum(x is not None for x in (problem.bias, problem.logit_scale, spec.softcap))
     describe = how.backend.describe
-    with known_device((hidden, weight)):
+    with known_device(arrays[:2]):
         plans = [how.block_sizes(spec, max(tokens, 1), needed, weight_sum) for needed in passes]
         made = zip(passes, plans, strict=True)
         launches = tuple(describe(spec, options, needed, plan.rows) for needed, plan in made if describe)

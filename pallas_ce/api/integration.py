@@ -5,11 +5,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
 
 - Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`, `is_int`; `read_logits_spec` to a
   `HeadSpec`.
-- The functions of a head in three steps, for wrappers that differentiate them by other means than JAX's:
-  `cross_entropy_steps`, `log_probs_steps`, `row_statistics_steps`, `distillation_steps` and
-  `distillation_of_parts_steps` (columns that a process has of two heads) are modules with `read`
-  (check the arguments and choose how to compute), `keep` (`Known`, the arrays that a backward needs for the inputs that
-  a `PerInput` flags) and `compute`, which takes that back.
+- The functions of a head in `Steps`, for wrappers that differentiate them by other means than JAX's.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `Operands`, of a
   `Batch` and a `Head` of `NO_WEIGHT`, carried out as `How` say; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `Problem`, `read_low_rank`, `read_ids`, `label_array`,
@@ -20,18 +16,20 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
 """
 # ruff: noqa: F401
 
-from pallas_ce.api import distillation as distillation_steps
-from pallas_ce.api import distillation_of_parts as distillation_of_parts_steps
-from pallas_ce.api import linear_cross_entropy as cross_entropy_steps
-from pallas_ce.api import log_probs as log_probs_steps
-from pallas_ce.api import row_statistics as row_statistics_steps
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pallas_ce.api import distillation as pair
+from pallas_ce.api import linear_cross_entropy as loss
+from pallas_ce.api import row_statistics as rows
 from pallas_ce.api.checks import check_reduction, check_statistics, is_int
 from pallas_ce.api.checks import ids as read_ids
 from pallas_ce.api.checks import ignored as read_ignore_index
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
-from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import documented
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import PrecisionLike, precision_name
 from pallas_ce.api.specs import logits_spec as read_logits_spec
@@ -53,3 +51,28 @@ from pallas_ce.statistics.labels import check as check_label_values
 from pallas_ce.statistics.labels import counted as counted_labels
 from pallas_ce.statistics.labels import shifted as shifted_labels
 from pallas_ce.streaming.gradient_products import PerInput
+
+
+class Steps(NamedTuple):
+    """A function of a head in steps.
+
+    Attributes:
+        read: checks the arguments and chooses how to compute.
+        compute: takes what `read` returns, and what `keep` does.
+        keep: of what `read` returns, and of the inputs that a `PerInput` flags, `Known`: arrays that a backward needs.
+        add_gradients: the loss's gradients, the weight's added to a sum.
+    """
+
+    read: Callable[..., Any]
+    compute: Callable[..., Any]
+    keep: Callable[..., Known | None]
+    add_gradients: Callable[..., Any] | None = None
+
+
+cross_entropy_steps = Steps(inspect.unwrap(loss.linear_cross_entropy), loss.compute, loss.keep, loss.add_gradients)
+row_statistics_steps = Steps(inspect.unwrap(rows.linear_row_statistics), rows.compute_statistics, rows.keep_statistics)
+log_probs_steps = Steps(inspect.unwrap(rows.linear_log_probs), rows.compute_log_probs, rows.keep_log_probs)
+distillation_steps = Steps(inspect.unwrap(pair.linear_distillation), pair.compute, pair.keep)
+
+# Of columns that a process has of two heads. What a backward needs is among the arguments.
+distillation_of_parts_steps = Steps(pair.read_of_part, pair.compute_of_part, lambda *_: None)

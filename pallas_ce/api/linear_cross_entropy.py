@@ -1,7 +1,6 @@
 """`linear_cross_entropy`, the loss of a language model's head, and its gradients added to a sum of micro-batches."""
 
 import dataclasses
-import inspect
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -9,8 +8,7 @@ import jax.numpy as jnp
 
 from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.documented import computed_by
-from pallas_ce.api.head_options import CrossEntropyOptions
+from pallas_ce.api.head_options import CrossEntropyOptions, computed_by
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.modes import evaluate
@@ -152,10 +150,6 @@ def linear_cross_entropy(
     """
     ids = checks.ids("labels", labels)
     return (Problem.read(hidden, weight, ids, shift=shift, return_metrics=return_metrics, **options).decided(),)
-
-
-# The further steps of wrappers that do not differentiate by JAX.
-read = inspect.unwrap(linear_cross_entropy)
 
 
 def keep(problem: Problem, needs_grad: PerInput[bool]) -> Known | None:

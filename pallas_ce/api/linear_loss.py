@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from pallas_ce.api.checks import ArrayLike, array
-from pallas_ce.api.documented import computed_by
-from pallas_ce.api.head_options import RowLossOptions
+from pallas_ce.api.head_options import RowLossOptions, computed_by
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
 from pallas_ce.head import Batch

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import linear_cross_entropy, log_probs, specs
+from pallas_ce.api import linear_cross_entropy, row_statistics, specs
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.documented import computed_by
-from pallas_ce.api.head_options import StoredOptions
+from pallas_ce.api.head_options import StoredOptions, computed_by
 from pallas_ce.api.problem import Options, Problem
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import NO_WEIGHT, HeadSpec
@@ -210,7 +209,7 @@ def selective_log_softmax(
     problem = _problem(spec, logits, label_rule.as_array(index), None, implementation=implementation)
     if index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
-    return log_probs.compute(("log_prob",), problem)
+    return row_statistics.compute_log_probs(("log_prob",), problem)
 
 
 def _read(

@@ -35,14 +35,14 @@ class Options:
     return_metrics: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def checked(self, leading: tuple[int, ...], vocab_size: int, of: str = "hidden's") -> Self:
-        """For rows of the shape `leading`; errors say `of` which argument. The number 0 is no term: None."""
+        """For rows of the shape `leading`, `of` an argument that errors name. The number 0 is no term: None."""
         arguments.check_reduction(self.reduction, self.normalizer, self.backward)
         label_smoothing = arguments.scalar("label_smoothing", self.label_smoothing, 0.0, 1.0)
         z_loss = arguments.scalar("z_loss", self.z_loss, 0.0)
         return dataclasses.replace(
             self,
-            token_weights=arguments.by_row("token_weights", self.token_weights, leading, of),
-            class_weights=arguments.by_column("class_weights", self.class_weights, vocab_size),
+            token_weights=arguments.shaped("token_weights", self.token_weights, leading, f"{of} leading shape"),
+            class_weights=arguments.shaped("class_weights", self.class_weights, (vocab_size,), "vocab_size's shape"),
             label_smoothing=None if arguments.is_known(label_smoothing, 0.0) else label_smoothing,
             z_loss=None if arguments.is_known(z_loss, 0.0) else z_loss,
             normalizer=arguments.normalizer(self.normalizer),
@@ -154,7 +154,7 @@ class Problem:
             down=given.down,
             bias=bias,
             logit_scale=logit_scale,
-            logit_weights=arguments.by_column("logit_weights", logit_weights, spec.vocab_size),
+            logit_weights=arguments.shaped("logit_weights", logit_weights, (spec.vocab_size,), "vocab_size's shape"),
             temperature=temperature,
             labels=labels,
             row_mask=arguments.row_mask(row_mask, leading),

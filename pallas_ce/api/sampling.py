@@ -8,8 +8,7 @@ from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, count, share
 from pallas_ce.api.checks import key as check_key
-from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import HeadOptions
+from pallas_ce.api.head_options import HeadOptions, documented
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
 from pallas_ce.api.top_k import TopK, linear_top_k
@@ -107,10 +106,7 @@ def linear_sample(
     """
     problem = Problem.read(hidden, weight, row_mask=row_mask, **options).tempered(temperature, zero=True)
     key, spec = check_key(key), problem.spec
-    limits = _Limits(
-        share("top_p", top_p, problem.leading, absent=1.0, zero=False),
-        share("min_p", min_p, problem.leading, absent=0.0, zero=True),
-    )
+    limits = _Limits(share("top_p", top_p, problem.leading), share("min_p", min_p, problem.leading, zero=True))
     if top_k is not None:
         k = count("top_k", top_k, spec.vocab_size, f"vocab_size={spec.vocab_size}")
         return _sample_of_best(problem, key, limits, linear_top_k(hidden, weight, k, row_mask=row_mask, **options))

@@ -192,22 +192,17 @@ def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:
 def _cap(logit_softcap: float | None) -> float | None:
     if logit_softcap is None:
         return None
-    if isinstance(logit_softcap, jax.core.Tracer):
-        raise TypeError("logit_softcap must be a Python number, not a traced value: it shapes the compiled kernel")
+    checks.not_traced("logit_softcap", logit_softcap)
     try:
         cap = float(logit_softcap)
     except OverflowError:
         cap = math.inf
     except (TypeError, ValueError) as error:
         raise TypeError(f"logit_softcap={logit_softcap!r} must be a number above 0, or None for no cap") from error
-    if not (cap > 0 and math.isfinite(cap)):
-        raise ValueError(
-            f"logit_softcap={checks.shown(logit_softcap)} must be a finite number above 0, or None for no cap"
-        )
     if not _LEAST_CAP <= cap <= _MOST_CAP:
+        words = f"must be a finite number above 0, or None for no cap; it lies outside [{_LEAST_CAP:g}, {_MOST_CAP:g}]"
         raise ValueError(
-            f"logit_softcap={cap:g} lies outside [{_LEAST_CAP:g}, {_MOST_CAP:g}], where caps over temperatures fit "
-            "float32; None for no cap"
+            f"logit_softcap={checks.shown(logit_softcap)} {words}, where caps over temperatures fit float32"
         )
     return cap
 

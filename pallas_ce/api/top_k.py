@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, count
-from pallas_ce.api.documented import computed_by
-from pallas_ce.api.head_options import HeadOptions
+from pallas_ce.api.head_options import HeadOptions, computed_by
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
@@ -60,11 +59,11 @@ def _linear_top_k(k: int, problem: Problem) -> TopK:
         log_probs = scaled - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
         return TopK(best.values, best.places, log_probs)
 
-    def block_sizes(how: How, tokens: int) -> Plan:
-        return _finder(how, spec, k).block_sizes(tokens)
-
     with jax.named_scope("pallas_ce.top_k"):
-        found = over_rows_that_count(problem.how, visit, block_sizes, empty, RowArrays(batch, mask), head)
+        rows = RowArrays(batch, mask)
+        found = over_rows_that_count(
+            problem.how, visit, lambda how, tokens: _finder(how, spec, k).block_sizes(tokens), empty, rows, head
+        )
     return jax.tree.map(lambda x: x.reshape(*problem.leading, k), found)
 
 

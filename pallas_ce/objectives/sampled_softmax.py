@@ -9,8 +9,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike, ids
-from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import SampledOptions
+from pallas_ce.api.head_options import SampledOptions, documented
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.api.specs import LowRank, WeightLike

@@ -59,7 +59,7 @@ MISTAKES = [
         (ValueError, "vocab_size='9' must be an int between 1 and", {"vocab_size": "9"}),
         (ValueError, "label_smoothing=1.5", {"label_smoothing": 1.5}),
         (ValueError, "z_loss=-1 must be a finite number, at least 0", {"z_loss": -1}),
-        (ValueError, r"logit_softcap=1e\+39 lies outside", {"logit_softcap": 1e39}),
+        (ValueError, r"logit_softcap=1e\+39 must .* lies outside", {"logit_softcap": 1e39}),
         (ValueError, "reduction='avg'", {"reduction": "avg"}),
         (ValueError, "backward='both'", {"backward": "both"}),
         (ValueError, "normalizer is given", {"normalizer": 3.0, "reduction": "sum"}),
