@@ -10,6 +10,7 @@ Exit status: 0 if all checks pass, 1 if one fails, 2 if there is no such device.
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,47 +85,46 @@ def main(words: Sequence[str] | None = None) -> int:
     print(", ".join(f"{name} {fact}" for name, fact in found.items()))
     print(f"\n{'implementation':15} {'dtype':9} {'backward':11} {'error/bound':12} check")
     checks: list[dict[str, Any]] = []
-    for check in carry_out(IMPLEMENTATIONS[options.device], device, host):
-        checks.append(check)
-        _save(path, found | {"passed": None, "checks": checks})
-        if check["status"] != "not served":
-            ratios = [x["error"] / x["bound"] for x in check.get("errors", {}).values()]
-            told = "" if check["status"] == "pass" else f": FAILED {check.get('message', '').partition('\n')[0]}"
-            start = f"{check['implementation']:15} {check['dtype']:9} {check['backward']:11}"
-            print(f"{start} {f'{max(ratios):.2f}' if ratios else '-':12} {check['case']}{told}", flush=True)
+    of_call = functools.partial(_checks, IMPLEMENTATIONS[options.device], device, host)
+    # That a kernel was never run on this device is why this is run: no warnings.
+    with warnings.catch_warnings(action="ignore"), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        for check in itertools.chain.from_iterable(pool.map(of_call, itertools.product(DTYPES, CASES))):
+            checks.append(check)
+            _save(path, found | {"passed": None, "checks": checks})
+            if check["status"] != "not served":
+                ratios = [x["error"] / x["bound"] for x in check.get("errors", {}).values()]
+                told = "" if check["status"] == "pass" else f": FAILED {check.get('message', '').partition('\n')[0]}"
+                start = f"{check['implementation']:15} {check['dtype']:9} {check['backward']:11}"
+                print(f"{start} {f'{max(ratios):.2f}' if ratios else '-':12} {check['case']}{told}", flush=True)
     passed, failed = ([check["status"] for check in checks].count(status) for status in ("pass", "fail"))
     _save(path, found | {"passed": not failed, "checks": checks})
     print(f"\n{passed} checks passed, {failed} failed. The project is glad of {path}.")
     return int(failed > 0)
 
 
-def carry_out(implementations: Sequence[str], device: jax.Device, host: jax.Device) -> Iterator[dict[str, Any]]:
-    """Runs the cases in every dtype, implementation and backward mode on the device, and in float64 on the host.
+def _checks(
+    implementations: Sequence[str], device: jax.Device, host: jax.Device, call: tuple[str, str]
+) -> list[dict[str, Any]]:
+    """Of a dtype and a case: every implementation and backward mode on the device, and float64 on the host.
 
-    The status of what it yields is "pass" or "fail", with `errors` or the `message` of an exception, or "not served".
+    The status of each is "pass" or "fail", with `errors` or the `message` of an exception, or "not served".
     """
-
-    def of_call(call: tuple[str, str]) -> list[dict[str, Any]]:
-        dtype, case = call[0], CASES[call[1]]
-        arrays = _arrays(case, dtype)
-        with jax.enable_x64(True), jax.default_device(host):
-            wide = {name: x if name == "labels" else x.astype(np.float64) for name, x in arrays.items()}
-            exact = _run(case, wide, implementation="reference")
-        checks = []
-        for implementation, mode in itertools.product(implementations, _MODES):
-            told = {"implementation": implementation, "dtype": dtype, "case": call[1], "backward": mode}
-            try:
-                with jax.default_device(device):
-                    found = _run(case, arrays, implementation=implementation, backward=mode)
-                checks.append(told | _compared(found, exact, dtype))
-            except Exception as error:  # whatever a device or its compiler does, the other checks go on
-                status = "not served" if "cannot serve this call" in str(error) else "fail"
-                checks.append(told | {"status": status, "message": f"{type(error).__name__}: {error}"[:2000]})
-        return checks
-
-    # That a kernel was never run on this device is why this is run.
-    with warnings.catch_warnings(action="ignore"), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        yield from itertools.chain.from_iterable(pool.map(of_call, itertools.product(DTYPES, CASES)))
+    dtype, case = call[0], CASES[call[1]]
+    arrays = _arrays(case, dtype)
+    with jax.enable_x64(True), jax.default_device(host):
+        wide = {name: x if name == "labels" else x.astype(np.float64) for name, x in arrays.items()}
+        exact = _run(case, wide, implementation="reference")
+    checks = []
+    for implementation, mode in itertools.product(implementations, _MODES):
+        told = {"implementation": implementation, "dtype": dtype, "case": call[1], "backward": mode}
+        try:
+            with jax.default_device(device):
+                found = _run(case, arrays, implementation=implementation, backward=mode)
+            checks.append(told | _compared(found, exact, dtype))
+        except Exception as error:  # whatever a device or its compiler does, the other checks go on
+            status = "not served" if "cannot serve this call" in str(error) else "fail"
+            checks.append(told | {"status": status, "message": f"{type(error).__name__}: {error}"[:2000]})
+    return checks
 
 
 def _arrays(case: Case, dtype: str) -> dict[str, Any]:

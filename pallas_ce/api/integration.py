@@ -2,17 +2,6 @@
 
 A wrapper imports the public names of `pallas_ce` and, beyond those, only what stands here. Whoever changes one of these
 names changes the wrappers too; everything else inside `pallas_ce` may change without them. Nothing here is for users.
-
-- Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`, `is_int`; `read_logits_spec` to a
-  `HeadSpec`.
-- The functions of a head in `Steps`, for wrappers that differentiate them by other means than JAX's.
-- Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `Operands`, of a
-  `Batch` and a `Head` of `NO_WEIGHT`, carried out as `How` say; `materialized_refusal` says why a backend cannot.
-- A head's arrays, and the rule for labels: `Problem`, `read_low_rank`, `read_ids`, `label_array`,
-  `canonical_labels`, `check_label_values`, `counted_labels`, `shifted_labels`, `NO_TARGET`.
-- `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
-- The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
-  what a precision may be. `documented` shows shared options in a function's signature and docstring.
 """
 # ruff: noqa: F401
 

@@ -23,14 +23,6 @@ from pallas_ce.streaming.rows import flat_rows
 RowLoss = Callable[..., jax.Array]
 
 
-# Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
-_Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
-
-
-def _in_order(inputs: _Inputs) -> list[jax.Array]:
-    return [value for _, value in sorted((inputs[0] | inputs[1]).items())]
-
-
 @dataclasses.dataclass(frozen=True)
 class _RowTotal:
     """A user's row loss as the modes call it: on primitive statistics, weighted and normalised. Static and hashable."""
@@ -51,27 +43,33 @@ class _RowTotal:
         (by_row, token_weights), (shared, inverse_normalizer) = given
         rows = next((x.shape[0] for x in primitives.values()), self.tokens)
         # A function may mention a statistic that its result does not depend on; the compiler drops the zeros.
-        structs = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
-        zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
+        zeros = {name: jnp.zeros_like(struct(name, (rows,), self.targets, self.dtype)) for name in self.unread}
         statistics = from_primitives(primitives, self.read)._replace(**zeros)
-        values = self.row_loss(statistics, *_in_order((by_row, shared))).astype(self.dtype)
+        values = self.row_loss(statistics, *_in_order(by_row | shared)).astype(self.dtype)
         if token_weights is not None:
             values = zero_safe_product(token_weights, values)
         return values * inverse_normalizer
 
 
-@program(static=1, by_row=lambda row_loss, problem, inputs: problem.options.by_row)
-def _linear_loss(row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
-    wide, (by_row, shared) = problem.spec.accumulator, inputs
+def _in_order(inputs: dict[int, jax.Array]) -> list[jax.Array]:
+    return [inputs[position] for position in sorted(inputs)]
+
+
+@program(static=1, by_row=lambda row_loss, problem, *_: problem.options.by_row)
+def _linear_loss(row_loss: RowLoss, problem: Problem, *inputs: jax.Array) -> jax.Array:
+    wide, leading = problem.spec.accumulator, problem.leading
+    # By their position: the inputs with a value for each row, and the inputs that all rows share.
+    by_row = {i: x for i, x in enumerate(inputs) if x.shape[: len(leading)] == leading}
+    shared = {i: x for i, x in enumerate(inputs) if i not in by_row}
     batch, head, mask = problem.rows_that_count()
     options, weights = problem.options, problem.token_weights
     inverse = jnp.ones((), wide)
     if options.reduction == "mean":
-        each = jnp.ones(problem.leading, wide) if weights is None else weights
+        each = jnp.ones(leading, wide) if weights is None else weights
         default = problem.how.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
-    examples = _in_order((flat_rows(problem.leading, by_row), shared))
+    examples = _in_order(flat_rows(leading, by_row) | shared)
     names = [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
     read = _statistics_read(row_loss, wide, batch, names, examples, problem.tokens)
     unread = tuple(name for name in names if name not in read)
@@ -131,7 +129,7 @@ def linear_loss(
     *row_inputs: ArrayLike,
     shift: int = 0,
     **options: Unpack[RowLossOptions],
-) -> tuple[RowLoss, Problem, _Inputs]:
+) -> tuple[RowLoss, Problem, *tuple[jax.Array, ...]]:
     r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
 
     `loss = Σ_i w_i·row_loss_i / normalizer` over the rows that count. Which statistics the loss reads is found by
@@ -181,16 +179,11 @@ def linear_loss(
     if not callable(row_loss) or not isinstance(row_loss, Hashable):
         raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
     problem = Problem.read(hidden, weight, labels, shift=shift, several=True, **options)
-    by_row, shared = {}, {}
-    for position, value in enumerate(row_inputs):
-        value = array(f"row_inputs[{position}]", value)
-        if value.shape[: len(problem.leading)] == problem.leading:
-            by_row[position] = value
-        elif value.ndim == 0:
-            shared[position] = value
-        else:
+    inputs = [array(f"row_inputs[{position}]", value) for position, value in enumerate(row_inputs)]
+    for position, value in enumerate(inputs):
+        if value.ndim and value.shape[: len(problem.leading)] != problem.leading:
             raise ValueError(
                 f"row_inputs[{position}] has shape {value.shape}; it must be a scalar or start with hidden's "
                 f"leading shape {problem.leading}"
             )
-    return row_loss, problem.decided((by_row, shared)), (by_row, shared)
+    return row_loss, problem.decided(inputs), *inputs

@@ -186,12 +186,7 @@ class Problem:
         return math.prod(self.leading)
 
     def decided(
-        self,
-        others: Any = (),
-        *,
-        task: Task = "head",
-        arrays: Any | None = None,
-        padded_share: HeadSpec | None = None,
+        self, others: Any = (), *, task: Task = "head", arrays: Any | None = None, padded_share: HeadSpec | None = None
     ) -> Self:
         """Decides how the call is carried out; `others` are its further arrays. See also `decide`.
 
@@ -223,19 +218,20 @@ class Problem:
 
     def rows(self) -> tuple[Batch, Head]:
         """The rows, with canonical labels `[...]` or `[..., K]`, and the head; inside jit."""
-        spec, wide, temperature = self.spec, self.spec.accumulator, self.temperature
-        ids = None
+        spec, wide, ids = self.spec, self.spec.accumulator, None
         if self.labels is not None:
             ids = self.shifted(label_rule.canonical(self.labels, spec.vocab_size), label_rule.NO_TARGET)
-        scale = None if self.logit_scale is None else self.logit_scale.astype(wide)
-        u = None if self.logit_weights is None else jax.lax.stop_gradient(self.logit_weights.astype(wide))
+        given = self.logit_scale, self.logit_weights, self.temperature
+        scale, u, temperature = jax.tree.map(lambda x: x.astype(wide), given)
         if temperature is not None:
-            temperature = jnp.broadcast_to(jax.lax.stop_gradient(1.0 / temperature.astype(wide)), self.leading)
+            temperature = jnp.broadcast_to(jax.lax.stop_gradient(1.0 / temperature), self.leading)
         up, down = self.up, self.down
         if up is not None and down is not None:
             up, down = (up, down) if spec.vocab_axis == 0 else (up.T, down.T)
             down = self.term_scale * down.astype(wide)
-        return Batch(self.hidden, ids, temperature), Head(self.weight, self.bias, scale, u, spec, None, up, down)
+        return Batch(self.hidden, ids, temperature), Head(
+            self.weight, self.bias, scale, jax.lax.stop_gradient(u), spec, None, up, down
+        )
 
     def shifted(self, by_token: jax.Array, fill: int) -> jax.Array:
         """`[..., *K]` values of tokens at the rows that predict these; `fill` where there is none."""

@@ -263,20 +263,13 @@ def linear_log_probs(
     names = tuple(name for name, wanted in asked.items() if wanted)
     if support is None:
         return names, problem.decided(), None
-    support = _read_support(support, problem)
-    # It is decided for K targets a row.
-    how = dataclasses.replace(problem, labels=support).decided((problem.labels,)).how
-    return names, dataclasses.replace(problem, how=how), support
-
-
-def _read_support(support: Any, problem: Problem) -> jax.Array:
-    assert problem.labels is not None
-    kept, leading = checks.ids("support", support), problem.leading
+    kept, leading, of_labels = checks.ids("support", support), problem.leading, present(problem.labels)
     checks.integers("support has", kept)
     if kept.shape[:-1] != leading or kept.ndim != len(leading) + 1 or not kept.shape[-1]:
         raise ValueError(f"support has shape {kept.shape}; {leading} with K >= 1 ids of each row behind it is needed")
-    if problem.labels.shape != leading:
-        raise ValueError(
-            f"support takes one label of each row, {leading}, and labels have shape {problem.labels.shape}"
-        )
-    return as_array(kept)
+    if of_labels.shape != leading:
+        raise ValueError(f"support takes one label of each row, {leading}, and labels have shape {of_labels.shape}")
+    support = as_array(kept)
+    # It is decided for K targets a row.
+    how = dataclasses.replace(problem, labels=support).decided((of_labels,)).how
+    return names, dataclasses.replace(problem, how=how), support

@@ -8,7 +8,7 @@ from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, count, share
 from pallas_ce.api.checks import key as check_key
-from pallas_ce.api.head_options import HeadOptions, documented
+from pallas_ce.api.head_options import HeadOptions, computed_by
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
 from pallas_ce.api.top_k import TopK, linear_top_k
@@ -18,9 +18,10 @@ from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_
 from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.shards import RowArrays
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, finalise, gap
 from pallas_ce.streaming import noise
-from pallas_ce.streaming.rows import flat_rows, zeroed
+from pallas_ce.streaming.rows import flat_rows
 from pallas_ce.streaming.selection import top_k as sorted_top_k
 from pallas_ce.streaming.tiles import Tile, Tiles
 
@@ -37,7 +38,119 @@ class Samples(NamedTuple):
     log_probs: jax.Array
 
 
-@documented
+class _Limits(NamedTuple):
+    """The limits that were asked for, `[n]` or anything that becomes that; None: not asked for."""
+
+    top_p: jax.Array | None = None
+    min_p: jax.Array | None = None
+
+    def kept(self, logits: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
+        """`logits [n, c]` with -inf for the dropped ones; for `top_p` they are in descending order."""
+        scaled = tempered(logits, inverse_temperature)
+        top, kept = jnp.max(scaled, axis=1, keepdims=True), jnp.ones(logits.shape, bool)
+        if self.top_p is not None:
+            p, mass = self.top_p[:, None], jnp.exp(gap(scaled, top))
+            before = jnp.cumsum(mass, axis=1) - mass
+            kept = (before < p * jnp.sum(mass, axis=1, keepdims=True)) | (p >= 1)
+            kept = kept.at[:, 0].set(True)
+        if self.min_p is not None:
+            kept &= ~(scaled < top + jnp.log(self.min_p)[:, None])
+        return jnp.where(kept, logits, -jnp.inf)
+
+
+class _Drawn(NamedTuple):
+    """The column whose logit and noise have the largest sum of those seen so far, `[n]` each."""
+
+    score: jax.Array
+    id: jax.Array
+    logit: jax.Array
+
+
+def _draw(
+    keys: jax.Array, logits: jax.Array, ids: jax.Array, valid: jax.Array | None, inverse_temperature: jax.Array | None
+) -> _Drawn:
+    """From `logits [n, c]` of the columns `ids`, `[c]` or `[n, c]`; `argmax` prefers the first of equal ones."""
+    added = noise.gumbel(keys, ids, logits.dtype)
+    scores = logits + (added if inverse_temperature is None else added / inverse_temperature[:, None])
+    scores = scores if valid is None else jnp.where(valid[None, :], scores, -jnp.inf)
+    place, of_columns = scores.argmax(axis=1)[:, None], (scores, jnp.broadcast_to(ids, scores.shape), logits)
+    return _Drawn(*(jnp.take_along_axis(x, place, axis=1)[:, 0] for x in of_columns))
+
+
+def _finite(inverse_temperature: jax.Array | None) -> jax.Array | None:
+    """1 in place of 1/0, where the log-probability is known without a product."""
+    return None if inverse_temperature is None else jnp.where(jnp.isinf(inverse_temperature), 1.0, inverse_temperature)
+
+
+def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | None) -> Samples:
+    lse, inverse = finalise(partial, LSE)["lse"], _finite(inverse_temperature)
+    scaled = drawn.logit if inverse is None else drawn.logit * inverse
+    log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse)
+    if inverse_temperature is not None:
+        log_probs = jnp.where(jnp.isinf(inverse_temperature) & jnp.isfinite(scaled), 0.0, log_probs)
+    return Samples(drawn.id, log_probs)
+
+
+def _sample_of_kept(
+    keys: jax.Array, limits: _Limits, logits: jax.Array, ids: jax.Array, inverse_temperature: jax.Array | None
+) -> Samples:
+    """From what the limits `[n]` keep of `logits [n, c]` of the columns `ids`, with the noise of the whole row."""
+    finite = _finite(inverse_temperature)
+    logits = limits.kept(logits, finite)
+    partial = lse_partial(logits, jnp.arange(logits.shape[1]), None, finite)
+    return _samples(_draw(keys, logits, ids, None, inverse_temperature), partial, inverse_temperature)
+
+
+def _block(how: How, plan: Plan, rows: RowArrays, head: Head) -> Samples:
+    batch, (keys, limits) = rows.batch, rows.more
+    inverse = batch.inverse_temperature
+    if not jax.tree.leaves(limits):
+
+        def part(logits: jax.Array, tile: Tile) -> _Drawn:
+            return _draw(keys, logits, tile.columns, tile.valid, inverse)
+
+        def better(a: _Drawn, b: _Drawn) -> _Drawn:
+            # As `argmax` has it, where the columns of `a` precede `b`'s: NaN is the best.
+            later = ~(b.score <= a.score) & ~jnp.isnan(a.score)
+            return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
+
+        batch = batch._replace(inverse_temperature=_finite(inverse))
+        return _samples(*fold_with_lse(part, better, head, batch, plan.columns), inverse)
+
+    batch, vocab_size = batch._replace(inverse_temperature=None), head.spec.vocab_size
+    logits = Tiles(vocab_size, plan.columns).for_each(
+        lambda tile, stored: tile.put(stored, head.tile_logits(batch, tile), axis=1),
+        jnp.zeros((len(batch.hidden), vocab_size), head.spec.accumulator),
+    )
+    ids = jnp.arange(vocab_size, dtype=jnp.int32)
+    if limits.top_p is not None:
+        logits, ids = sorted_top_k(logits, vocab_size)
+    return _sample_of_kept(keys, limits, logits, ids, inverse)
+
+
+@program(static=1)
+def _linear_sample(streams: Streams | None, problem: Problem, key: Any, limits: _Limits, best: TopK | None) -> Samples:
+    """Samples among the `best` of each row or, by the block sizes of `streams`, among all columns."""
+    (batch, head, mask), wide = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
+    by_row = jax.tree.map(lambda x: jnp.broadcast_to(x.astype(wide), problem.leading).reshape(-1), limits)
+    more = noise.row_keys(key, problem.tokens), by_row
+
+    def empty(rows: int) -> Samples:
+        return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, wide))
+
+    with jax.named_scope("pallas_ce.sample"):
+        if streams is not None:
+            rows, sizes = RowArrays(batch, mask, more=more), streams.block_sizes
+            found = over_rows_that_count(problem.how, _block, lambda _, tokens: sizes(tokens), empty, rows, head)
+        else:
+            logits, ids, _ = flat_rows(problem.leading, present(best))
+            found = _sample_of_kept(*more, logits, ids, batch.inverse_temperature)
+            if mask is not None:
+                found = jax.tree.map(lambda x, fill: jnp.where(mask, x, fill), found, empty(problem.tokens))
+    return jax.tree.map(lambda x: x.reshape(problem.leading), found)
+
+
+@computed_by(_linear_sample)
 def linear_sample(
     key: ArrayLike,
     hidden: ArrayLike,
@@ -49,7 +162,7 @@ def linear_sample(
     min_p: ArrayLike | None = None,
     row_mask: ArrayLike | None = None,
     **options: Unpack[HeadOptions],
-) -> Samples:
+) -> tuple[Streams | None, Problem, Any, _Limits, TopK | None]:
     r"""Samples each row of `softmax(logits / temperature)`, without storing all logits.
 
     With independent standard Gumbel noise g, `argmax_v (z_v + T·g_v)` is a sample of `softmax(z/T)` for T > 0 and the
@@ -109,7 +222,7 @@ def linear_sample(
     limits = _Limits(share("top_p", top_p, problem.leading), share("min_p", min_p, problem.leading, zero=True))
     if top_k is not None:
         k = count("top_k", top_k, spec.vocab_size, f"vocab_size={spec.vocab_size}")
-        return _sample_of_best(problem, key, limits, linear_top_k(hidden, weight, k, row_mask=row_mask, **options))
+        return None, problem, key, limits, linear_top_k(hidden, weight, k, row_mask=row_mask, **options)
     if jax.tree.leaves(limits):
         # XLA's program for a CPU has eight arrays of whole rows at a time, a GPU's has four and what its sort takes.
         streams = Streams((spec,), problem.scratch_bytes, tile_arrays=1, row_arrays=8)
@@ -117,131 +230,4 @@ def linear_sample(
         # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
         streams = Streams((spec,), problem.scratch_bytes, tile_arrays=6)
     streams.block_sizes(max(problem.tokens, 1))  # raises where the budget is too small
-    return _linear_sample(streams, problem, key, limits)
-
-
-class _Limits(NamedTuple):
-    """The limits that were asked for, `[n]` or anything that becomes that; None: not asked for."""
-
-    top_p: jax.Array | None = None
-    min_p: jax.Array | None = None
-
-    def kept(self, logits: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
-        """`logits [n, c]` with -inf for the dropped ones; for `top_p` they are in descending order."""
-        scaled = tempered(logits, inverse_temperature)
-        top, kept = jnp.max(scaled, axis=1, keepdims=True), jnp.ones(logits.shape, bool)
-        if self.top_p is not None:
-            p, mass = self.top_p[:, None], jnp.exp(gap(scaled, top))
-            before = jnp.cumsum(mass, axis=1) - mass
-            kept = (before < p * jnp.sum(mass, axis=1, keepdims=True)) | (p >= 1)
-            kept = kept.at[:, 0].set(True)
-        if self.min_p is not None:
-            kept &= ~(scaled < top + jnp.log(self.min_p)[:, None])
-        return jnp.where(kept, logits, -jnp.inf)
-
-
-class _Drawn(NamedTuple):
-    """The column whose logit and noise have the largest sum of those seen so far, `[n]` each."""
-
-    score: jax.Array
-    id: jax.Array
-    logit: jax.Array
-
-
-def _draw(
-    keys: jax.Array, logits: jax.Array, ids: jax.Array, valid: jax.Array | None, inverse_temperature: jax.Array | None
-) -> _Drawn:
-    """From `logits [n, c]` of the columns `ids`, `[c]` or `[n, c]`; `argmax` prefers the first of equal ones."""
-    added = noise.gumbel(keys, ids, logits.dtype)
-    scores = logits + (added if inverse_temperature is None else added / inverse_temperature[:, None])
-    scores = scores if valid is None else jnp.where(valid[None, :], scores, -jnp.inf)
-    place = scores.argmax(axis=1)[:, None]
-
-    def chosen(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(jnp.broadcast_to(x, scores.shape), place, axis=1)[:, 0]
-
-    return _Drawn(chosen(scores), chosen(ids), chosen(logits))
-
-
-def _finite(inverse_temperature: jax.Array | None) -> jax.Array | None:
-    """1 in place of 1/0, where the log-probability is known without a product."""
-    return None if inverse_temperature is None else jnp.where(jnp.isinf(inverse_temperature), 1.0, inverse_temperature)
-
-
-def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | None) -> Samples:
-    lse, inverse = finalise(partial, LSE)["lse"], _finite(inverse_temperature)
-    scaled = drawn.logit if inverse is None else drawn.logit * inverse
-    log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse)
-    if inverse_temperature is not None:
-        log_probs = jnp.where(jnp.isinf(inverse_temperature) & jnp.isfinite(scaled), 0.0, log_probs)
-    return Samples(drawn.id, log_probs)
-
-
-def _sample_of_kept(
-    keys: jax.Array, limits: _Limits, logits: jax.Array, ids: jax.Array, inverse_temperature: jax.Array | None
-) -> Samples:
-    """From what the limits `[n]` keep of `logits [n, c]` of the columns `ids`, with the noise of the whole row."""
-    finite = _finite(inverse_temperature)
-    logits = limits.kept(logits, finite)
-    partial = lse_partial(logits, jnp.arange(logits.shape[1]), None, finite)
-    return _samples(_draw(keys, logits, ids, None, inverse_temperature), partial, inverse_temperature)
-
-
-def _block(how: How, plan: Plan, rows: RowArrays, head: Head) -> Samples:
-    batch, (keys, limits) = rows.batch, rows.more
-    inverse = batch.inverse_temperature
-    if not jax.tree.leaves(limits):
-
-        def part(logits: jax.Array, tile: Tile) -> _Drawn:
-            return _draw(keys, logits, tile.columns, tile.valid, inverse)
-
-        def better(a: _Drawn, b: _Drawn) -> _Drawn:
-            # As `argmax` has it, where the columns of `a` precede `b`'s: NaN is the best.
-            later = ~(b.score <= a.score) & ~jnp.isnan(a.score)
-            return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
-
-        batch = batch._replace(inverse_temperature=_finite(inverse))
-        return _samples(*fold_with_lse(part, better, head, batch, plan.columns), inverse)
-
-    batch, vocab_size = batch._replace(inverse_temperature=None), head.spec.vocab_size
-    logits = Tiles(vocab_size, plan.columns).for_each(
-        lambda tile, stored: tile.put(stored, head.tile_logits(batch, tile), axis=1),
-        jnp.zeros((len(batch.hidden), vocab_size), head.spec.accumulator),
-    )
-    ids = jnp.arange(vocab_size, dtype=jnp.int32)
-    if limits.top_p is not None:
-        logits, ids = sorted_top_k(logits, vocab_size)
-    return _sample_of_kept(keys, limits, logits, ids, inverse)
-
-
-@program(static=1)
-def _linear_sample(streams: Streams, problem: Problem, key: Any, limits: _Limits) -> Samples:
-    (batch, head, mask), wide = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
-
-    def empty(rows: int) -> Samples:
-        return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, wide))
-
-    with jax.named_scope("pallas_ce.sample"):
-        rows = RowArrays(batch, mask, more=(noise.row_keys(key, problem.tokens), _by_row(problem, limits)))
-        found = over_rows_that_count(
-            problem.how, _block, lambda how, tokens: streams.block_sizes(tokens), empty, rows, head
-        )
-    return jax.tree.map(lambda x: x.reshape(problem.leading), found)
-
-
-def _by_row(problem: Problem, limits: _Limits) -> _Limits:
-    """`[N]` each, in the accumulator dtype."""
-    wide = problem.spec.accumulator
-    return jax.tree.map(lambda x: jnp.broadcast_to(x.astype(wide), problem.leading).reshape(-1), limits)
-
-
-@program()
-def _sample_of_best(problem: Problem, key: Any, limits: _Limits, best: TopK) -> Samples:
-    """A sample among the `best` of each row."""
-    batch, _, mask = problem.flat_rows_that_count()
-    logits, ids, _ = flat_rows(problem.leading, best)
-    keys = noise.row_keys(key, problem.tokens)
-    found = _sample_of_kept(keys, _by_row(problem, limits), logits, ids, batch.inverse_temperature)
-    if mask is not None:
-        found = Samples(jnp.where(mask, found.ids, -1), zeroed(mask, found.log_probs))
-    return jax.tree.map(lambda x: x.reshape(problem.leading), found)
+    return streams, problem, key, limits, None

@@ -22,9 +22,10 @@ _LEAST_CAP, _MOST_CAP = 1e-8, 1e33
 # What a call takes as a precision. Signatures print the alias's name.
 type PrecisionLike = str | Precision | DotAlgorithmPreset
 
-_PRECISIONS = ("default", "high", "highest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32", "fastest")
-_OF_FLOAT8 = "ANY_F8"  # what presets for 8-bit operands begin with
-_WORKING = (*_PRECISIONS, *(name for name in DotAlgorithmPreset.__members__ if not name.startswith(_OF_FLOAT8)))
+_LEVELS = ("default", "high", "highest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32", "fastest")
+_8_BITS = "ANY_F8"  # what presets for 8-bit operands begin with
+_PRECISIONS: dict[str, Precision | DotAlgorithmPreset] = {name: Precision(name) for name in _LEVELS}
+_PRECISIONS |= {name: x for name, x in DotAlgorithmPreset.__members__.items() if not name.startswith(_8_BITS)}
 
 # The algorithm of a product of operands of these dtypes by default.
 _ITSELF = {
@@ -209,20 +210,15 @@ def _cap(logit_softcap: float | None) -> float | None:
 
 def _read_precision(precision: PrecisionLike) -> Precision | DotAlgorithmPreset:
     """The member that it names; refuses algorithms for 8-bit operands."""
-    found = precision
-    if isinstance(precision, str):
-        named = DotAlgorithmPreset.__members__
-        found = Precision(precision) if precision in _PRECISIONS else named.get(precision, precision)
-    if isinstance(found, Precision):
-        return found
-    if not isinstance(found, str | DotAlgorithmPreset):
+    if not isinstance(precision, str | Precision | DotAlgorithmPreset):
         raise TypeError(
             f"precision={precision!r} is a {type(precision).__name__}; it must be one name for all products, a "
             "jax.lax.Precision, a jax.lax.DotAlgorithmPreset, or None"
         )
-    if isinstance(found, str) or found.name.startswith(_OF_FLOAT8):
-        wrong = "is unknown" if isinstance(found, str) else "multiplies 8-bit operands, which no head has"
-        raise ValueError(f"precision={precision!r} {wrong}; choose from {', '.join(map(repr, _WORKING))}, or None")
+    found = _PRECISIONS.get(precision) if isinstance(precision, str) else precision
+    if found is None or found not in _PRECISIONS.values():
+        wrong = "multiplies 8-bit operands, which no head has" if _8_BITS in str(precision) else "is unknown"
+        raise ValueError(f"precision={precision!r} {wrong}; choose from {', '.join(map(repr, _PRECISIONS))}, or None")
     return found
 
 
