@@ -45,12 +45,6 @@ def no_tensor(name: str, value: Any) -> None:
         )
 
 
-def not_traced(name: str, value: Any) -> None:
-    """Refuses a value that is not known while JAX traces."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} must be a Python number, not a traced value: it shapes the compiled program")
-
-
 def array(name: str, value: Any) -> jax.Array:
     """`value` as a JAX array."""
     no_tensor(name, value)
@@ -272,7 +266,8 @@ def above_zero(name: str, value: Any) -> Any:
 
 def beta(value: Any) -> float:
     """β of the Jensen-Shannon divergence, as a float strictly between 0 and 1."""
-    not_traced("beta", value)
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError("beta must be a Python number, not a traced value: it shapes the compiled program")
     number = float(scalar("beta", value))
     if not 0.0 < number < 1.0:
         raise ValueError(

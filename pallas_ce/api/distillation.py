@@ -43,9 +43,8 @@ def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Kno
     return student.reduced(values, given.mask)
 
 
-def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, needs_grad: PerInput[bool]) -> Known | None:
+def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, _: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`; None for the reference, which differentiates its logits anew."""
-    del needs_grad
     return two_heads.keep(pair, operands(student, teacher)) if pair.how.mode and student.tokens else None
 
 

@@ -26,16 +26,12 @@ def operands_of(problem: Problem) -> tuple[Call, Operands]:
     batch, head, mask = problem.rows_that_count()
     options, wide, total = problem.options, problem.spec.accumulator, problem.how.total
     ids, counts, smoothed = present(batch.labels), present(mask), options.label_smoothing is not None
-    by_row: dict[str, jax.Array] = {}
-    shared: dict[str, jax.Array] = {}
     u = None  # what smoothing reads, c/V; 1/V throughout without class weights
     if smoothed and options.class_weights is not None:
         u = jax.lax.stop_gradient(options.class_weights.astype(wide)) / problem.spec.vocab_size
     weight = problem.token_weights
-    if weight is not None:
-        by_row["token_weight"] = weight
-    else:
-        weight = jnp.ones(ids.shape, wide)
+    by_row = {} if weight is None else {"token_weight": weight}
+    weight = jnp.ones(ids.shape, wide) if weight is None else weight
     normalizer = z_normalizer = total(jnp.sum(jnp.where(counts, weight, 0)))
     if options.class_weights is not None:
         class_weights = jax.lax.stop_gradient(options.class_weights.astype(wide))
@@ -43,10 +39,8 @@ def operands_of(problem: Problem) -> tuple[Call, Operands]:
             class_weights = jnp.zeros(1, wide)
         by_row["class_weight"] = jnp.where(counts, class_weights[jnp.where(counts, ids, 0)], 0)
         normalizer = total(jnp.sum(jnp.where(counts, weight * by_row["class_weight"], 0)))
-    if smoothed:
-        shared["smoothing"] = jnp.asarray(options.label_smoothing, wide)
-    if options.z_loss is not None:
-        shared["z_loss"] = jnp.asarray(options.z_loss, wide)
+    factors = {"smoothing": options.label_smoothing, "z_loss": options.z_loss}
+    shared = {name: jnp.asarray(x, wide) for name, x in factors.items() if x is not None}
     if options.normalizer is not None:
         normalizer = z_normalizer = jnp.asarray(options.normalizer, wide)
     if options.reduction == "sum":

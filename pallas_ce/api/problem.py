@@ -137,8 +137,7 @@ class Problem:
                 spec = dataclasses.replace(spec, softcap=softcap)
             temperature = None
         if labels is not None:
-            of_head = leading, spec.vocab_size, ignore_index, validate_labels
-            labels = arguments.labels(labels, *of_head, several=several)
+            labels = arguments.labels(labels, leading, spec.vocab_size, ignore_index, validate_labels, several=several)
         elif validate_labels:
             raise ValueError("validate_labels=True needs labels, which is None")
         if shift := arguments.shift(shift, labels, leading):

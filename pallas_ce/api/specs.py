@@ -193,7 +193,8 @@ def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:
 def _cap(logit_softcap: float | None) -> float | None:
     if logit_softcap is None:
         return None
-    checks.not_traced("logit_softcap", logit_softcap)
+    if isinstance(logit_softcap, jax.core.Tracer):
+        raise TypeError("logit_softcap must be a Python number, not a traced value: it shapes the compiled kernel")
     try:
         cap = float(logit_softcap)
     except OverflowError:
