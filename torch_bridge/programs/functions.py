@@ -66,7 +66,7 @@ class Function(NamedTuple):
 
     Attributes:
         public: the function.
-        steps: the module that has its `read`, `keep` and `compute`.
+        steps: its `integration.Steps`.
     """
 
     public: Callable[..., Any]
