@@ -18,8 +18,9 @@ from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_ce.backends.mosaic_gpu import schedule
+from pallas_ce.backends.mosaic_gpu.block import MosaicBlock
 from pallas_ce.backends.mosaic_gpu.gemm import launch
-from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel, product_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Batch, Head, HeadSpec
 from tests.pallas_ce.kernel_cases import Case, problem_of
@@ -117,7 +118,6 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         config = Config(**{"rows": 64, "columns": 64, "stages": 3, "sms": 4, **options})
         monkeypatch.setattr(schedule, "rule", lambda *given: config)
         monkeypatch.setattr(product_kernel, "_TILES", (config,))
-        monkeypatch.setattr(logits_kernel, "CONFIG", config)
 
     use()
     return use
@@ -149,3 +149,10 @@ def logits_of(problem: Problem) -> jax.Array:
     wide = dataclasses.replace(spec, dtype=np.dtype(np.float32))
     bias = None if head.bias is None else head.bias[: spec.vocab_size]
     return dataclasses.replace(head, weight=weight, bias=bias, spec=wide).logits(Batch(problem.hidden))
+
+
+def block_of(weight: Any, rows: Any, vocab_axis: int, valid: Any = None, last: Any = None) -> MosaicBlock:
+    """The kernels of a block for a plain weight `[V, H]`, or `[H, V]`, and its hidden states `[n, H]`."""
+    v, h = weight.shape[vocab_axis], weight.shape[1 - vocab_axis]
+    head = Head(weight, None, None, None, HeadSpec(h, v, v, vocab_axis, np.dtype(weight.dtype), None))
+    return MosaicBlock(head, Batch(rows), valid, last=last)

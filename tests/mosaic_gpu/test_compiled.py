@@ -1,5 +1,6 @@
 """Calls as programs for an H200 at real sizes: few parts, memory as promised, and a host that is never told."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +23,12 @@ from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
 from pallas_ce.statistics.table import PRIMITIVES
+from pallas_ce.streaming.gradient_products import WeightGradient
+from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.tiles import Columns, Tiles
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import Compiled, clean
+from tests.mosaic_gpu.conftest import block_of
 from tests.pallas_ce.test_calls import CALLS, implemented, operands
 
 MIB = 2**20
@@ -395,16 +400,15 @@ def test_products_with_all_their_tiles(config: Config, vocab_axis: int, monkeypa
         monkeypatch.setattr(product_kernel, name, lambda *given: config)
 
     def run(stored: Any, weight: Any, hidden: Any, total: Any, weights_total: Any, valid: Any, lower: Any) -> Any:
-        given = stored, hidden, vocab_axis
-        new = jax.lax.empty(weight.shape, weight.dtype)
+        block = block_of(weight, hidden, vocab_axis, valid, last=valid == 1)
+        every: Any = RowBlock(0, Tiles(n, n).tile(0), None, None, None)
+        new, scale = WeightGradient(jax.lax.empty(weight.shape, weight.dtype), adds=False), total[0, 0]
         return (
-            product_kernel.for_hidden(stored, weight, vocab_axis, valid),
-            product_kernel.add_for_hidden(stored, weight, vocab_axis, total, valid_rows=valid),
-            product_kernel.for_weight(*given, new, multiplier=total[0, 0]),
-            product_kernel.for_weight(*given, weights_total, replaced=valid == 0, valid_rows=valid),
-            product_kernel.add_narrow_for_weight(
-                *given, (weight, lower), first=valid == 0, last=valid == 1, valid_rows=valid, multiplier=total[0, 0]
-            ),
+            block.for_hidden(stored, jnp.ones(n), np.dtype(np.float32)),
+            block.add_for_hidden(stored, total, Columns(0, v), every),
+            dataclasses.replace(block, valid_rows=None).for_weight(stored, hidden, new._replace(scale=scale)),
+            block.for_weight(stored, hidden, WeightGradient(weights_total, valid > 0)),
+            block.for_weight(stored, hidden, WeightGradient(weight, valid > 0, scale, bits=lower)),
         )
 
     n, v, h = 2048, 32768, 1024

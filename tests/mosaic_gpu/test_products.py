@@ -9,6 +9,8 @@ import pytest
 
 from pallas_ce.backends.mosaic_gpu.kernels import product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, cost
+from pallas_ce.streaming.gradient_products import WeightGradient
+from tests.mosaic_gpu.conftest import block_of
 
 
 def matrices(n: int, v: int, h: int, vocab_axis: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -42,10 +44,14 @@ def test_for_hidden(
 ) -> None:
     """Blocks of rows that are not live are skipped; 528 entries are nine steps, and the last of two parts has four."""
     monkeypatch.setattr(product_kernel, "parts", lambda *given: parts)
-    stored, weight, _ = matrices(192, 528, 272, vocab_axis)
-    valid = None if live is None else jnp.int32(live)
-    got = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, valid))(stored, weight)
-    assert_summed(got[:live], exact(stored[:live], laid_out(weight, vocab_axis)))
+    stored, weight, rows = matrices(192, 528, 272, vocab_axis)
+    valid, scale = None if live is None else jnp.int32(live), jnp.linspace(0.5, 2, 192)
+
+    def run(stored: jax.Array, weight: jax.Array) -> jax.Array:
+        return block_of(weight, rows, vocab_axis, valid).for_hidden(stored, scale, np.dtype(np.float32))
+
+    got = interpreted(run)(stored, weight)
+    assert_summed(got[:live], scale[:live, None] * exact(stored[:live], laid_out(weight, vocab_axis)))
     if live is not None:  # the interpreter's uninitialised memory
         assert np.isnan(np.asarray(got[-(-live // 128) * 128 :])).all()
 
@@ -64,9 +70,8 @@ def test_weight_sums_go_on_from_block_to_block(vocab_axis: int, first: int, seco
     def run(blocks: Any) -> jax.Array:
         total = jnp.full(weight.shape, jnp.nan, jnp.float32)
         for i, (stored, rows, valid) in enumerate(blocks):
-            total = product_kernel.for_weight(
-                stored, rows, vocab_axis, total, replaced=jnp.bool_(i == 0), valid_rows=valid
-            )
+            to = WeightGradient(total, jnp.bool_(i > 0))
+            total = block_of(weight, rows, vocab_axis, valid).for_weight(stored, rows, to).array
         return total
 
     want = sum(exact(stored[:valid].T, rows[:valid]) for valid in (first, second))
@@ -86,20 +91,19 @@ def test_narrow_sums_are_off_by_less_than_a_32768th_at_each_block(
     monkeypatch.setattr(
         product_kernel, "NARROW_CONFIG", Config(rows=64, columns=256, sms=4, **{"stages": 3, **options})
     )
-    half = jnp.float32(0.5)
 
     def run(stored: jax.Array, rows: jax.Array) -> Any:
         shape = product_kernel.lower_shape(*weight.shape)
-        total = jnp.full(weight.shape, jnp.nan, jnp.bfloat16), jnp.full(shape, jnp.nan, jnp.bfloat16)
+        upper, lower = jnp.full(weight.shape, jnp.nan, jnp.bfloat16), jnp.full(shape, jnp.nan, jnp.bfloat16)
+        total = WeightGradient(upper, scale=jnp.float32(0.5), bits=lower)
         for i, live in enumerate(lives):
-            total = product_kernel.add_narrow_for_weight(
-                *(stored * (i + 1), rows if live is None else rows.at[live:].set(0)), vocab_axis, total,
-                first=jnp.bool_(i == 0), last=jnp.bool_(i == len(lives) - 1), multiplier=half,
-                valid_rows=None if live is None else jnp.int32(live),
-            )  # fmt: skip
-        return total
+            given = rows if live is None else rows.at[live:].set(0)
+            valid, last = None if live is None else jnp.int32(live), jnp.bool_(i == len(lives) - 1)
+            block = block_of(weight, given, vocab_axis, valid, last)
+            total = block.for_weight(stored * (i + 1), given, total._replace(adds=jnp.bool_(i > 0)))
+        return total.array
 
-    got = np.asarray(laid_out(interpreted(run)(stored, rows)[0], vocab_axis), np.float64)
+    got = np.asarray(laid_out(interpreted(run)(stored, rows), vocab_axis), np.float64)
     want, slack = np.zeros((272, 320)), np.zeros((272, 320))
     for i, live in enumerate(lives):
         want += 0.5 * exact((stored[:live] * (i + 1)).T, rows[:live])

@@ -395,13 +395,13 @@ def test_statistics_and_terms_that_the_kernels_do_not_compute_are_refused(
 def test_the_kernels_that_are_told_are_launched_with_those_tiles(
     gpu: str, mode: Any, kernels: tuple[str, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched, run = {}, launching.run
+    launched, run = {}, launching.Operands.run
 
-    def recorded(name: str, product: Any, *others: Any, **named: Any) -> Any:
-        launched.setdefault(name, (product.config.tile_rows, product.config.columns))
-        return run(name, product, *others, **named)
+    def recorded(given: launching.Operands, name: str, *others: Any, **named: Any) -> Any:
+        launched.setdefault(name, (given.product.config.tile_rows, given.product.config.columns))
+        return run(given, name, *others, **named)
 
-    monkeypatch.setattr(launching, "run", recorded)
+    monkeypatch.setattr(launching.Operands, "run", recorded)
     arrays = structs(n=8192, h=1024, v=131072)
     function = (
         loss(backward=mode, **NAMED, **options) if mode else lambda *x: linear_cross_entropy(*x, **NAMED, **options)

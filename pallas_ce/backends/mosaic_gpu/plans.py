@@ -4,7 +4,7 @@ import functools
 import math
 
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
-from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, PARTIALS_BYTES, TALL, Config, cost, rule
+from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, PARTIALS_BYTES, STEP, TALL, cost, rule
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
 
@@ -139,7 +139,7 @@ def _scratch(
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     shape = operands.stored_shape(rows, columns)
-    term = narrow * operands.round_up(spec.rank, Config.depth) * (shape[0] + spec.weight_rows)
+    term = narrow * operands.round_up(spec.rank, STEP) * (shape[0] + spec.weight_rows)
     several, block, size = blocks > 1, rows * spec.hidden_size, spec.hidden_size
     if mode is None:
         return term + _partial_bytes(spec, 1) + narrow * block * several

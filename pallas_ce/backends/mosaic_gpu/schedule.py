@@ -8,7 +8,7 @@ import jax
 from pallas_ce.backends import device as targets
 from pallas_ce.head import HeadSpec
 
-Kernel = Literal["forward", "stash", "dlogits"]
+Kernel = Literal["forward", "stash", "dlogits", "logits"]
 
 WARPGROUPS = 2
 
@@ -17,6 +17,9 @@ PARTIALS_BYTES = 48 * 2**20
 
 # Shared memory of a thread block on sm_90, without what barriers and alignment may take of it.
 FREE_BYTES = 227 * 1024 - 3072
+
+# Numbers of each row of the operands in one step. Copies may begin at multiples of it, whatever the operands' layouts.
+STEP = 64
 
 # Tiles are stored in blocks: a block's rows, and bytes of each row.
 BLOCK = 64
@@ -36,7 +39,6 @@ class Config:
 
     rows: int = 64  # of a warpgroup's half of a tile, a multiple of 64; two halves are stacked
     columns: int = 256  # of a tile, a multiple of 16 up to 256
-    depth: int = 64  # numbers of each row in one step
     stages: int = 4  # slots of the ring, in shared memory
     row_group: int = 16  # row blocks that are worked on at one time; their rows should stay in the L2 cache
     piece: int | None = None  # columns that an epilogue works on at a time; it divides `columns`; None: all
@@ -66,6 +68,9 @@ class Config:
 TALL = Config(rows=128, columns=192, stages=3, row_group=8, piece=64, staged=3)
 WIDE = Config()
 
+# Of the kernel that stores logits: two blocks of float32 on their way to memory leave shared memory for three stages.
+LOGITS = Config(rows=128, columns=128, stages=3)
+
 # Half as tall, for rows that fill few rounds of the multiprocessors; it takes longer for each product.
 _HALF = dataclasses.replace(TALL, rows=64, stages=4, row_group=16)
 _HALF_COST = 1.03
@@ -84,6 +89,8 @@ def rule(kernel: Kernel, spec: HeadSpec, rows: int, vectors: int, options: int) 
 
     It has `vectors` statistics or coefficients by row, and the head `options` of bias, scale, soft cap and given u.
     """
+    if kernel == "logits":
+        return LOGITS
     long = spec.hidden_size >= _TALL_HIDDEN_SIZE and spec.vocab_size >= _TALL_VOCAB_SIZE
     if long and vectors <= _VECTORS[kernel][options > 0]:
         return min((TALL, _HALF), key=lambda c: cost(c, rows, spec.vocab_size) * (1 if c is TALL else _HALF_COST))
@@ -121,12 +128,12 @@ class Product:
     @property
     def own_steps(self) -> int:
         """Steps along the operands' length, without those along the term's."""
-        return -(-self.length // self.config.depth)
+        return -(-self.length // STEP)
 
     @property
     def steps(self) -> int:
         """Steps of a tile."""
-        return self.stored or -(-(self.own_steps - (-self.rank // self.config.depth)) // self.parts)
+        return self.stored or -(-(self.own_steps - (-self.rank // STEP)) // self.parts)
 
     @property
     def workers(self) -> int:

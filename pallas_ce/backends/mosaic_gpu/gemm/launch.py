@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,40 +16,56 @@ from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Product
+from pallas_ce.streaming.tiles import pad
 
 _NUMBERS = "numbers"
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def run(
-    name: str,
-    product: Product,
-    matrices: tuple[Any, ...],
-    epilogue: Epilogue,
-    inputs: dict[str, Any],
-    outputs: dict[str, Any],
-    numbers: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, jax.Array]:
-    """Runs one kernel, which profilers show by its name; returns its outputs by name.
+class Operands(NamedTuple):
+    """What a kernel reads: matrices, which TMA loads, and inputs of its epilogue."""
 
-    TMA loads the `matrices`. The epilogue reads `inputs`, may change `jax.Ref`s among them, and finds `numbers`, `[]`
-    int32, as `[1]`; None is left out. It writes `outputs`: of a shape and dtype, or arrays changed in place.
-    """
-    if any(isinstance(x, jax.Array) for x in outputs.values()):
-        before = {k: apart(x) if isinstance(x, jax.Array) else lax.empty(x.shape, x.dtype) for k, x in outputs.items()}
+    product: Product
+    matrices: tuple[Any, ...]
+    inputs: Mapping[str, Any] = _NONE
 
-        def write(refs: dict[str, Any]) -> None:
-            run(name, product, matrices, epilogue, inputs | refs, {}, numbers)
+    def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
+        """A vector by row, padded."""
+        return pad(x, (self.product.padded_rows,), value)
 
-        return apart(pl.run_state(write)(before))
-    inputs, given = ({key: x for key, x in of.items() if x is not None} for of in (inputs, numbers))
-    shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())
-    function = kernel_function(name, product, len(matrices), epilogue, tuple(inputs), tuple(given), shapes)
-    with jax.named_scope(name):
-        others = [x if isinstance(x, jax.Ref) else _at_run_time(x) for x in inputs.values()]
-        if given:  # packed into one array, so that XLA prepares them in one operation
-            others.append(_at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in given.values()])))
-        results = apart(function(*matrices, *others))
-    return dict(zip(outputs, results, strict=True))
+    def run(
+        self,
+        name: str,
+        epilogue: Epilogue,
+        outputs: dict[str, Any],
+        inputs: Mapping[str, Any] = _NONE,
+        numbers: Mapping[str, Any] = _NONE,
+    ) -> dict[str, jax.Array]:
+        """Runs one kernel, which profilers show by its name; returns its outputs by name.
+
+        The epilogue reads further `inputs`, may change `jax.Ref`s among them, and finds `numbers`, `[]` int32, as
+        `[1]`; None is left out. It writes `outputs`: of a shape and dtype, or arrays changed in place.
+        """
+        if any(isinstance(x, jax.Array) for x in outputs.values()):
+            before = {
+                key: apart(x) if isinstance(x, jax.Array) else lax.empty(x.shape, x.dtype) for key, x in outputs.items()
+            }
+
+            def write(refs: dict[str, Any]) -> None:
+                self.run(name, epilogue, {}, {**inputs, **refs}, numbers)
+
+            return apart(pl.run_state(write)(before))
+        read = {key: x for key, x in {**self.inputs, **inputs}.items() if x is not None}
+        given = {key: x for key, x in numbers.items() if x is not None}
+        names = (*read, *[_NUMBERS][: len(given)], *outputs)
+        static = self.product, len(self.matrices), epilogue, names, tuple(given), tuple(outputs.values())
+        function = kernel_function(name, *static)
+        with jax.named_scope(name):
+            others = [x if isinstance(x, jax.Ref) else _at_run_time(x) for x in read.values()]
+            if given:  # packed into one array, so that XLA prepares them in one operation
+                others.append(_at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in given.values()])))
+            results = apart(function(*self.matrices, *others))
+        return dict(zip(outputs, results, strict=True))
 
 
 def _at_run_time(x: jax.Array) -> jax.Array:
@@ -77,16 +93,15 @@ def kernel_function(
     product: Product,
     matrices: int,
     epilogue: Epilogue,
-    input_names: tuple[str, ...],
+    names: tuple[str, ...],
     numbers: tuple[str, ...],
-    outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
+    outputs: tuple[jax.ShapeDtypeStruct, ...],
 ) -> Any:
     """The kernel as a jitted function `(*matrices, *inputs, numbers) -> outputs`: one for each set of static facts.
 
     A kernel that a program uses twice is thus traced, lowered and assembled once. A function must not serve several
     sets: JAX 0.11 confuses the grids of a kernel function that is used with several.
     """
-    names = (*input_names, *[_NUMBERS][: len(numbers)], *(output for output, _, _ in outputs))
 
     def kernel_body(*arrays: Any) -> None:
         name_dumps(name)
@@ -97,7 +112,7 @@ def kernel_function(
     kernel_body.__name__ = name
     kernel = plgpu.kernel(
         kernel_body,
-        out_type=tuple(jax.ShapeDtypeStruct(*shape) for _, *shape in outputs),
+        out_type=outputs,
         grid=(product.workers,),
         grid_names=("worker",),
         num_threads=WARPGROUPS,
@@ -108,9 +123,5 @@ def kernel_function(
             unsafe_no_auto_barriers=True,  # `loop` and `layouts` place the barriers
         ),
     )
-
-    def run(*arrays: Any) -> Any:
-        return kernel(*arrays)
-
-    run.__name__ = name
-    return jax.jit(run)
+    kernel.__name__ = name
+    return jax.jit(kernel)

@@ -14,6 +14,7 @@ alternate the direction of this walk, so that each begins with columns that are 
 import abc
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -23,12 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, WARPGROUPS, Config, Product
-
-Carry = Any
-
-# Copies may begin at multiples of this, whatever the operands' layouts in shared memory.
-STEP = 64
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, STEP, WARPGROUPS, Config, Product
 
 
 class Place(NamedTuple):
@@ -43,7 +39,10 @@ class Place(NamedTuple):
 
 
 class Epilogue(abc.ABC):
-    """What a kernel does with a tile; `refs` holds inputs, outputs and scratch by name. Hashable."""
+    """What a kernel does with a tile, or with stored tiles side by side; hashable.
+
+    `refs` holds inputs, outputs and scratch by name.
+    """
 
     # The array that `store` writes to: an output or, where none has the name, the stored numbers themselves.
     target: ClassVar[str | None] = None
@@ -53,17 +52,9 @@ class Epilogue(abc.ABC):
         """Shared memory to allocate, by name."""
         return {}
 
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Reads what `tile` needs; called before the product, which hides the wait."""
-        return None
-
     @abc.abstractmethod
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
-        """Takes `values [rows, columns]` float32, in the layout of a wgmma accumulator; returns what `end` needs."""
-
-    def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Runs after a tile of a product, or after the last of the stored tiles that are read side by side."""
-        return
+    def __call__(self, refs: dict[str, Any], place: Place, thread: "Thread") -> None:
+        """Calls `thread.multiply` or `each` once; a product hides the wait for what is read before it."""
 
     def store(self, refs: dict[str, Any], place: Place, first: int, x: jax.Array) -> None:
         """Starts storing a piece of the tile, from its column `first` on; see `layouts.store_piece`."""
@@ -104,11 +95,11 @@ class Walk:
         self._product, config = product, product.config
         self._row_blocks = _blocks(refs, "valid_rows", config.tile_rows, product.row_blocks)
         self._column_blocks = _blocks(refs, "valid_columns", config.columns, product.column_blocks)
-        self._first_row, self._worker = number(refs, "first_row"), lax.axis_index("worker")
+        self.first_row, self._worker = number(refs, "first_row"), lax.axis_index("worker")
         every = self._row_blocks * self._column_blocks * product.parts
         self.tiles = lax.div(every + (product.workers - 1) - self._worker, jnp.int32(product.workers))
         # Where no number of the length is valid, one step runs and reads zeros beyond the operands' end.
-        steps = _blocks(refs, "valid_length", config.depth, product.steps)
+        steps = _blocks(refs, "valid_length", STEP, product.steps)
         self.products = steps if isinstance(steps, int) else jnp.maximum(steps, 1)
         self._skip = 0 if isinstance(steps, int) else jnp.where(steps == 0, product.steps, 0)
         self.steps = self.products + (WARPGROUPS * (1 - refs["first"][0]) if product.held else 0)
@@ -129,12 +120,6 @@ class Walk:
         block = jnp.where(lax.rem(group, 2) == 1, self._column_blocks - 1 - block, block)
         row = row_block * config.tile_rows + warpgroup * config.rows
         return Place(jnp.int32(warpgroup), row, block * config.columns * max(1, product.stored), block, part, config)
-
-    def depth(self, step: jax.Array) -> tuple[Place, jax.Array, jax.Array]:
-        """A step's tile, which of the tile's steps it is, and where along the operands' length it reads."""
-        tile, own = _divided(step, self.steps)
-        place = self.place(tile)
-        return place._replace(row=place.row + self._first_row), own, self.along(place, own)
 
     def along(self, place: Place, own: jax.Array) -> jax.Array:
         """Which step along the operands' length a tile's own step is."""
@@ -160,10 +145,10 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
         slots = {"left": (config.tile_rows, config.columns)}
         along = matrices[0].shape[1], config.columns
     else:  # both operands need the same swizzle
-        left, right = (config.tile_rows, config.depth), (config.columns, config.depth)
+        left, right = (config.tile_rows, STEP), (config.columns, STEP)
         left, right = left[::-1] if product.left_axis else left, right[::-1] if product.right_axis else right
         slots = {"left": left, "right": right}
-        of_left = config.rows if product.left_axis else config.depth
+        of_left = config.rows if product.left_axis else STEP
         along = *(x.shape[1] for x in matrices[:2]), of_left, slots["right"][1]
     transforms = layouts.swizzled(dtype, *along)
     ring: dict[str, Any] = {
@@ -181,12 +166,12 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
         scratch["blocks"] = layouts.tile_staging(config, columns, target.dtype)
 
     def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
-        _Thread(matrices, ring, {**refs, **scratch}, product, epilogue).run()
+        Thread(matrices, ring, {**refs, **scratch}, product, epilogue).run()
 
     pl.run_scoped(scoped, ring, scratch, collective_axes="warpgroup")
 
 
-class _Thread:
+class Thread:
     """One warpgroup's work."""
 
     def __init__(
@@ -204,62 +189,67 @@ class _Thread:
             pl.when((self.warpgroup == 0) & (step < self.steps))(functools.partial(self._load, jnp.int32(step), step))
 
         def tile(index: jax.Array, _: None) -> None:
-            place = self.walk.place(index, self.warpgroup)
-            carry = self.epilogue.start(self.refs, place)
-            if self.product.held:
-                self.held = index * self.walk.steps + self.walk.products
-                self.held_slot = self._slot(self.held + self.warpgroup)
-            refs = {**self.refs, "thread": self}
-
-            def side_by_side(k: jax.Array, carry: Carry) -> Carry:
-                at = place._replace(column=place.column + k * self.config.columns)
-                step = index * self.walk.steps + k
-                slot = self._slot(step)
-                plgpu.barrier_wait(self.ring["full"].at[slot])
-                values = plgpu.load(self.ring["left"].at[slot, self.rows], layout=plgpu.Layout.WGMMA)
-                values = values.astype(jnp.float32)
-                plgpu.commit_smem()  # the copy engine must not overwrite the slot before it has been read
-                self._refill(step)
-                return self.epilogue.tile(refs, at, values, carry)
-
-            if self.product.stored:
-                carry = lax.fori_loop(0, self.product.stored, side_by_side, carry)
-            else:
-                carry = self.epilogue.tile(refs, place, self._product(index, place), carry)
-            self.epilogue.end(refs, place, carry)
+            self.index, self.place = index, self.walk.place(index, self.warpgroup)
+            self.epilogue(self.refs, self.place, self)
 
         lax.fori_loop(0, self.walk.tiles, tile, None)
         plgpu.wait_smem_to_gmem(0)
 
-    def _product(self, index: jax.Array, place: Place) -> jax.Array:
+    def each[Carry](self, tile: Callable[[Place, jax.Array, Carry], Carry], carry: Carry) -> Carry:
+        """What `tile(place, values, carry)` makes of the carry, of a product or of one stored tile after the other.
+
+        `values [rows, columns]` are float32, in the layout of a wgmma accumulator.
+        """
+        if not self.product.stored:
+            return tile(self.place, self.multiply(), carry)
+        index, place = self.index, self.place
+
+        def side_by_side(k: jax.Array, carry: Carry) -> Carry:
+            at = place._replace(column=place.column + k * self.config.columns)
+            step = index * self.walk.steps + k
+            slot = self._slot(step)
+            plgpu.barrier_wait(self.ring["full"].at[slot])
+            values = plgpu.load(self.ring["left"].at[slot, self.rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            plgpu.commit_smem()  # the copy engine must not overwrite the slot before it has been read
+            self._refill(step)
+            return tile(at, values, carry)
+
+        return lax.fori_loop(0, self.product.stored, side_by_side, carry)
+
+    def multiply(self) -> jax.Array:
+        """The tile's product."""
+        product, walk, index, place = self.product, self.walk, self.index, self.place
+        if product.held:
+            self.held = index * walk.steps + walk.products
+            self.held_slot = self._slot(self.held + self.warpgroup)
+        first = index * walk.steps
+
         def accumulated(accumulator: Any) -> jax.Array:
             def step(k: jax.Array, _: None) -> None:
                 step = first + k
                 slot = self._slot(step)
                 plgpu.barrier_wait(self.ring["full"].at[slot])
                 if "finite_length" in self.refs:
-                    self._clear(slot, self.refs["finite_length"][0] - self.walk.along(place, k) * depth)
+                    self._clear(slot, self.refs["finite_length"][0] - walk.along(place, k) * STEP)
                 left, right = self.ring["left"], self.ring["right"].at[slot]
-                across = self.product.left_axis
-                left = left.at[slot, :, self.rows].transpose((1, 0)) if across else left.at[slot, self.rows]
-                plgpu.wgmma(accumulator, left, right if self.product.right_axis else right.transpose((1, 0)))
+                left = left.at[slot, :, self.rows].transpose((1, 0)) if product.left_axis else left.at[slot, self.rows]
+                plgpu.wgmma(accumulator, left, right if product.right_axis else right.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                pl.when((k if self.product.held else step) > 0)(lambda: self._refill(step - 1))
+                pl.when((k if product.held else step) > 0)(lambda: self._refill(step - 1))
 
-            lax.fori_loop(0, self.walk.products, step, None)
+            lax.fori_loop(0, walk.products, step, None)
             value: jax.Array = accumulator[...]
             return value
 
-        first, depth = index * self.walk.steps, self.config.depth
         value = pl.run_scoped(accumulated, plgpu.ACC((self.config.rows, self.config.columns), jnp.float32))
-        if self.product.held:  # the ring's next slots hold the sum, not operands
-            self._refill(first + self.walk.products - 1)
+        if product.held:  # the ring's next slots hold the sum, not operands
+            self._refill(first + walk.products - 1)
         return value
 
     def _clear(self, slot: jax.Array, finite: jax.Array) -> None:
         """Replaces the right operand's numbers from `finite` on by 0: the left's are 0 there, but 0·NaN is not."""
 
-        @pl.when(finite < self.config.depth)
+        @pl.when(finite < STEP)
         def _() -> None:
             right, axis = self.ring["right"].at[slot], 1 - self.product.right_axis
             for block in range(self.config.columns // BLOCK):  # the two warpgroups in turn
@@ -294,7 +284,10 @@ class _Thread:
 
     def _load(self, step: jax.Array, slot: jax.Array | int) -> None:
         product, config, full = self.product, self.config, self.ring["full"].at[slot]
-        place, own, along = self.walk.depth(step)
+        tile, own = _divided(step, self.walk.steps)
+        place = self.walk.place(tile)
+        place = place._replace(row=place.row + self.walk.first_row)
+        along = self.walk.along(place, own)
         rows, columns = pl.ds(place.row, config.tile_rows), pl.ds(self.first_column + place.column, config.columns)
         if product.stored:
             # No tile lies beyond the end: the last one is read again, and none of its columns counts there.
@@ -305,7 +298,7 @@ class _Thread:
             return
 
         def copy(left: Any, right: Any, k: jax.Array) -> None:
-            depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, self.first_length))
+            depth, right_depth = (pl.ds(first + k * STEP, STEP) for first in (0, self.first_length))
             left = left.at[depth, rows] if product.left_axis else left.at[rows, depth]
             right = right.at[right_depth, columns] if product.right_axis else right.at[columns, right_depth]
             plgpu.copy_gmem_to_smem(left, self.ring["left"].at[slot], full)
@@ -326,7 +319,7 @@ class _Thread:
     def _load_held(self, place: Place, warpgroup: jax.Array, slot: jax.Array | int) -> None:
         config, full = self.config, self.ring["full"].at[slot]
         rows = pl.ds(pl.multiple_of(place.row + warpgroup * config.rows, STEP), config.rows)
-        for name, side, width in (("lower", "left", config.columns // 2), ("upper", "right", config.columns)):
+        for name, side, width in (("lower", "left", config.columns // 2), ("product", "right", config.columns)):
             source = self.refs[name].at[rows, pl.ds(place.block * width, width)]
             plgpu.copy_gmem_to_smem(source, self.ring[side].at[slot], full)
 
@@ -338,9 +331,9 @@ class _Thread:
     def read_held(self, name: str, first: int, width: int) -> jax.Array:
         """`width` columns from `first` on of this warpgroup's part, in the layout of a wgmma accumulator.
 
-        "upper" `[rows, columns]` lies in the right operand's place, "lower" `[rows, columns / 2]` in the left one's.
+        "product" `[rows, columns]` lies in the right operand's place, "lower" `[rows, columns / 2]` in the left one's.
         """
-        part = self.ring["right" if name == "upper" else "left"].at[self.held_slot, :, pl.ds(first, width)]
+        part = self.ring["right" if name == "product" else "left"].at[self.held_slot, :, pl.ds(first, width)]
         return plgpu.load(part, layout=plgpu.Layout.WGMMA)
 
     def release_held(self) -> None:

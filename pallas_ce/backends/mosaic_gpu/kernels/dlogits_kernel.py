@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue, Place, Thread
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
 from pallas_ce.head import Head
 from pallas_ce.statistics.gradient import Coefficients
@@ -39,14 +39,14 @@ def dlogits(
     entries as in `forward_kernel.stash`, and columns behind the part from the next tile on.
     """
     vectors, width = vectors_by_row(coefficients, reference), head.spec.vocab_size if part is None else part.size
-    config = operands.tiles_of("dlogits", head, hidden.shape[0], len(vectors.keys() - {"reference"}))
-    given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, width)
+    count, weighted = len(vectors.keys() - {"reference"}), coefficients.logit_weights is not None
+    logits, given = operands.operands("dlogits", head, hidden, count, weighted, width)
     inputs = {name: given.by_row(x) for name, x in vectors.items()}
     numbers = {} if part is None else {"first_column": part.start, "valid_columns": part.count}
     numbers |= {"valid_rows": valid_rows}
     out = jax.ShapeDtypeStruct(operands.stored_shape(hidden.shape[0], width), head.spec.dtype)
     outputs = {"dlogits": out if into is None else into}
-    return given.run("pallas_ce_dlogits", DlogitsEpilogue(given.logits), outputs, inputs, numbers)["dlogits"]
+    return given.run("pallas_ce_dlogits", DlogitsEpilogue(logits), outputs, inputs, numbers)["dlogits"]
 
 
 def vectors_by_row(coefficients: Coefficients, reference: jax.Array | None) -> dict[str, jax.Array]:
@@ -68,28 +68,30 @@ class DlogitsEpilogue(Epilogue):
     logits: epilogues.LogitSpec
     target = "dlogits"
 
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Reads vectors by row, and numbers."""
+    def __call__(self, refs: dict[str, Any], place: Place, thread: Thread) -> None:
+        """Writes 0 in columns that are not valid, and in rows that do not count."""
         names = (*sorted(Coefficients._fields), "reference", "labels", "argmax_column", "counts")
         carry = {name: layouts.rows_of(refs[name], place.row, place.config.rows) for name in names if name in refs}
         if "reference" in carry:
             # A row of only -inf has no distribution: measured from +inf, its probabilities and its gradient are 0.
             carry["reference"] = jnp.where(carry["reference"] == -jnp.inf, jnp.inf, carry["reference"])
-        return carry | {"first_column": refs["first_column"][0]} if "first_column" in refs else carry
+        if "first_column" in refs:
+            carry["first_column"] = refs["first_column"][0]
 
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
-        """Stores the gradient, 0 in columns that are not valid, and in rows that do not count."""
-        if "counts" in carry:
-            # Rows that do not count have coefficients of 0. Their logits become 0: a nan or inf must not matter.
-            values = jnp.where(layouts.along_columns(carry["counts"], values.shape) > 0, values, 0.0)
-        for first, piece in epilogues.pieces(values, place.config.piece):
-            column = carry.get("first_column", 0) + place.column + first
-            z = self.logits.logits(refs, column, piece)
-            gradient = self._gradient(refs, column, z, carry)
-            if self.logits.ragged:
-                gradient = jnp.where(self.logits.valid(refs, column, z.shape), gradient, 0.0)
-            self.store(refs, place, first, gradient)
-        return carry
+        def tile(at: Place, values: jax.Array, carry: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            if "counts" in carry:
+                # Rows that do not count have coefficients of 0. Their logits become 0: a nan or inf must not matter.
+                values = jnp.where(layouts.along_columns(carry["counts"], values.shape) > 0, values, 0.0)
+            for first, piece in epilogues.pieces(values, at.config.piece):
+                column = carry.get("first_column", 0) + at.column + first
+                z = self.logits.logits(refs, column, piece)
+                gradient = self._gradient(refs, column, z, carry)
+                if self.logits.ragged:
+                    gradient = jnp.where(self.logits.valid(refs, column, z.shape), gradient, 0.0)
+                self.store(refs, at, first, gradient)
+            return carry
+
+        thread.each(tile, carry)
 
     def _gradient(self, refs: dict[str, Any], column: jax.Array, z: jax.Array, by_row: dict[str, jax.Array]) -> Any:
         shape = z.shape

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue, Place, Thread
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
-from pallas_ce.backends.mosaic_gpu.kernels.operands import Operands
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, PARTIALS_BYTES, Product
 from pallas_ce.head import Head
 from pallas_ce.statistics.logits import present, reference_of
@@ -67,19 +67,13 @@ def read(found: dict[str, jax.Array], fields: tuple[str, ...], join: Callable[..
 
 
 def in_launches(
-    name: str,
-    given: Operands,
-    epilogue: Epilogue,
-    fields: tuple[str, ...],
-    rows: int,
-    partial_bytes: int = PARTIALS_BYTES,
-    valid_rows: jax.Array | None = None,
+    name: str, given: Operands, epilogue: "StatisticsEpilogue", rows: int, budget: int, valid_rows: jax.Array | None
 ) -> Partial:
-    """The `Partial` `[rows]`, from launches of nearly equal size whose partial statistics fit in `partial_bytes`.
+    """The `Partial` `[rows]`, from launches of nearly equal size whose partial statistics fit in `budget` bytes.
 
     One row of tiles is made in any case. Rows from `valid_rows []` on are undefined, and whole tiles of them skipped.
     """
-    config, column_blocks = given.product.config, given.product.column_blocks
+    config, fields = given.product.config, epilogue.fields
 
     def launch(first: Any, count: int) -> Partial:
         """The `Partial` `[count]` of whole tiles of rows from `first` on."""
@@ -89,7 +83,7 @@ def in_launches(
         return read(some.run(name, epilogue, outputs(fields, some.product), numbers=numbers), fields)
 
     blocks = config.row_blocks(rows)
-    fit = partial_bytes // (4 * len(fields) * column_blocks) // config.tile_rows
+    fit = budget // (4 * len(fields) * given.product.column_blocks) // config.tile_rows
     launches = -(-blocks // max(1, fit))
     count = -(-blocks // launches) * config.tile_rows
     launches = -(-rows // count)
@@ -119,11 +113,9 @@ def statistics(
     """The `Partial` of `hidden [N, H]` over the vocabulary, without the targets' logits; see `in_launches`."""
     if not (fields := fields_for(names)):
         return Partial()
-    rows = hidden.shape[0]
-    config = operands.tiles_of("forward", head, rows, vectors(names))
-    given = operands.operands(head, hidden, config, reads_logit_weights(names))
-    epilogue = StatisticsEpilogue(given.logits, fields)
-    return in_launches("pallas_ce_forward", given, epilogue, fields, rows, partial_bytes, valid_rows)
+    logits, given = operands.operands("forward", head, hidden, vectors(names), reads_logit_weights(names))
+    epilogue = StatisticsEpilogue(logits, fields)
+    return in_launches("pallas_ce_forward", given, epilogue, len(hidden), partial_bytes, valid_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,36 +126,29 @@ class StatisticsEpilogue(Epilogue):
     fields: tuple[str, ...]
     shared: bool = False
 
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """The neutral `Partial` where tiles share one."""
-        if not self.shared:
-            return None
-        dtypes = {f: jnp.int32 if f == "argmax" else jnp.float32 for f in self.fields}
-        value = functools.partial(layouts.constant_by_row, place.config.rows)
-        return Partial(**{f: value(FIELDS[f].neutral, dtype) for f, dtype in dtypes.items()})
-
-    def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Writes the `Partial`."""
-        write(refs, place, carry)
-
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
+    def __call__(self, refs: dict[str, Any], place: Place, thread: Thread) -> None:
         """Finds the maximum, then the sums measured from it."""
-        z = self.logits.logits(refs, place.column, values)
-        parts = [
-            (place.column + first, self.logits.mask(refs, place.column + first, piece))
-            for first, piece in epilogues.pieces(z, place.config.piece)
-        ]
-        top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
-        reference = None if top is None else reference_of(top)
+        neutral = None
+        if self.shared:
+            dtypes = {f: jnp.int32 if f == "argmax" else jnp.float32 for f in self.fields}
+            value = functools.partial(layouts.constant_by_row, place.config.rows)
+            neutral = Partial(**{f: value(FIELDS[f].neutral, dtype) for f, dtype in dtypes.items()})
 
-        def of_all(fields: tuple[str, ...]) -> Partial:
-            found = (epilogues.piece_partial(self.logits, fields, refs, at, piece, reference)[0] for at, piece in parts)
-            return functools.reduce(add, found)
+        def tile(at: Place, values: jax.Array, before: Partial | None) -> Partial:
+            z = self.logits.logits(refs, at.column, values)
+            parts = [
+                (at.column + first, self.logits.mask(refs, at.column + first, piece))
+                for first, piece in epilogues.pieces(z, at.config.piece)
+            ]
+            top = functools.reduce(jnp.maximum, [x.max(axis=1) for _, x in parts]) if "max" in self.fields else None
+            reference = None if top is None else reference_of(top)
+            # A piece needs its own maximum only for `argmax`.
+            fields = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
+            each = (epilogues.piece_partial(self.logits, fields, refs, *part, reference)[0] for part in parts)
+            found = functools.reduce(add, each)._replace(max=top)
+            return found if before is None else merge(before, found)
 
-        # A piece needs its own maximum only for `argmax`.
-        others = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
-        found = of_all(others)._replace(max=top)
-        return found if carry is None else merge(carry, found)
+        write(refs, place, present(thread.each(tile, neutral)))
 
 
 # The fields that need no exponential.
@@ -187,24 +172,23 @@ def stash(
     rows, spec = hidden.shape[0], head.spec
     # The sums of u are the same for all rows.
     fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
-    config = operands.tiles_of("stash", head, rows, 1 + vectors(names))
-    given = operands.operands(head, hidden, config, reads_logit_weights(names))
+    logits, given = operands.operands("stash", head, hidden, 1 + vectors(names), reads_logit_weights(names))
     # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the kernel
     # always reads how many rows are valid, and always writes into an array.
     numbers = {"valid_rows": jnp.int32(rows) if valid_rows is None else valid_rows}
     written, shape = outputs(fields, given.product), operands.stored_shape(rows, spec.vocab_size)
     written["stash"] = lax.empty(shape, spec.dtype) if into is None else into
     inputs = {"reference": given.by_row(reference)}
-    found = given.run("pallas_ce_stash", StashEpilogue(given.logits, fields), written, inputs, numbers)
+    found = given.run("pallas_ce_stash", StashEpilogue(logits, fields), written, inputs, numbers)
     stored = found.pop("stash")
 
     def partial() -> Partial:
         whole = jax.tree.map(lambda x: x[:rows], read(found, fields, add))
         if whole.weighted_sum is None:
             return whole
-        u = head.tile_logit_weights(0, given.logits.columns)
+        u = head.tile_logit_weights(0, spec.vocab_size)
         if head.valid_columns is not None:
-            u = jnp.where(jnp.arange(given.logits.columns) < head.valid_columns, u, 0.0)
+            u = jnp.where(jnp.arange(spec.vocab_size) < head.valid_columns, u, 0.0)
         return whole._replace(sum_weights=jnp.full(rows, u.sum()))
 
     return partial, stored
@@ -218,14 +202,13 @@ class StashEpilogue(Epilogue):
     fields: tuple[str, ...]
     target = "stash"
 
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Reads the rows' references; tall tiles leave no register to hold them during the product."""
-        return layouts.rows_of(refs["reference"], place.row, place.config.rows) if place.config.rows <= BLOCK else None
-
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+    def __call__(self, refs: dict[str, Any], place: Place, thread: Thread) -> None:
         """Stores exponentials rounded, and sums them unrounded."""
+        # Tall tiles leave no register to hold the rows' references during the product.
+        early = layouts.rows_of(refs["reference"], place.row, place.config.rows) if place.config.rows <= BLOCK else None
+        values = thread.multiply()
         whole = None
-        reference = layouts.rows_of(refs["reference"], place.row, place.config.rows) if carry is None else carry
+        reference = layouts.rows_of(refs["reference"], place.row, place.config.rows) if early is None else early
         of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
         of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
         for first, piece in epilogues.pieces(values, place.config.piece):

@@ -18,9 +18,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue, Place, Thread
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, forward_kernel, operands
-from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Config
+from pallas_ce.backends.mosaic_gpu.schedule import LOGITS, WARPGROUPS, Config
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import reference_of
@@ -31,9 +31,6 @@ from pallas_ce.streaming.selection import Largest
 
 # Columns of a group: 128 bytes, one memory transaction. A tile's width is a multiple.
 GROUP = 32
-
-# Two blocks of float32 on their way to memory leave shared memory for three stages.
-CONFIG = Config(rows=128, columns=128, stages=3)
 
 _FIELDS = ("max", "sum_exp")
 
@@ -58,8 +55,8 @@ def logits(
     Logits `[rows, groups · GROUP]` are -inf in padding's columns. Maxima `[groups, padded rows]` are each group's
     largest logit. Both are float32, and undefined behind N rows.
     """
-    given = operands.operands(head, hidden, CONFIG, weighted_mean=False)
-    shape = stored_shape(hidden.shape[0], given.logits.columns)
+    of_logits, given = operands.operands("logits", head, hidden, 1, weighted_mean=False)
+    shape = stored_shape(hidden.shape[0], head.spec.vocab_size)
     outputs = {
         **forward_kernel.outputs(_FIELDS, given.product),
         "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -68,7 +65,7 @@ def logits(
     inputs = {}
     if inverse_temperature is not None:
         inputs["inverse_temperature"] = given.by_row(inverse_temperature.astype(jnp.float32), 1)
-    found = given.run("pallas_ce_logits", LogitsEpilogue(given.logits), outputs, inputs)
+    found = given.run("pallas_ce_logits", LogitsEpilogue(of_logits), outputs, inputs)
     partial = jax.tree.map(lambda x: x[: len(hidden)], forward_kernel.read(found, _FIELDS))
     return found["logits"], found["maxima"], partial
 
@@ -84,22 +81,20 @@ class LogitsEpilogue(Epilogue):
         """Staging for the maxima."""
         return {"maxima_smem": plgpu.SMEM((WARPGROUPS, config.columns // GROUP, config.rows), jnp.float32)}
 
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Reads the rows' inverse temperatures."""
-        given = refs.get("inverse_temperature")
-        return None if given is None else layouts.rows_of(given, place.row, place.config.rows)
-
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+    def __call__(self, refs: dict[str, Any], place: Place, thread: Thread) -> None:
         """Stores the logits first: they are on their way while the rest is computed."""
+        given = refs.get("inverse_temperature")
+        inverse = None if given is None else layouts.rows_of(given, place.row, place.config.rows)
+        values = thread.multiply()
         logits = self.logits.logits(refs, place.column, values)
         z = self.logits.mask(refs, place.column, logits)
         self.store(refs, place, 0, z)
         maxima = [group.max(axis=1) for _, group in epilogues.pieces(z, GROUP)]
         top = functools.reduce(jnp.maximum, maxima)
-        if carry is not None:
+        if inverse is not None:
             # Padding is masked again: -inf times a factor of 0 would be NaN.
-            z = self.logits.mask(refs, place.column, logits * layouts.along_columns(carry, z.shape))
-            top = top * carry
+            z = self.logits.mask(refs, place.column, logits * layouts.along_columns(inverse, z.shape))
+            top = top * inverse
         part, _ = epilogues.piece_partial(self.logits, ("sum_exp",), refs, place.column, z, reference_of(top))
         staged = refs["maxima_smem"].at[place.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -142,6 +137,6 @@ class StoredBlocks:
         """Bytes of logits, maxima in full tiles, candidates and hidden states."""
         shape = stored_shape(rows, self.spec.vocab_size)
         stored, groups = 4 * math.prod(shape), shape[1] // GROUP
-        maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, CONFIG.tile_rows) * groups
+        maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, LOGITS.tile_rows) * groups
         candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP
         return stored + maxima + candidates + self.spec.dtype.itemsize * rows * self.spec.hidden_size

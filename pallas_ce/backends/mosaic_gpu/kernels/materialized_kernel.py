@@ -13,9 +13,11 @@ import numpy as np
 
 from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu import schedule
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands
-from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
+from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
+from pallas_ce.backends.mosaic_gpu.kernels import operands
+from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue, vectors_by_row
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
+from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue, in_launches
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, FREE_BYTES, WARPGROUPS, Config, Product
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -48,16 +50,16 @@ def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
     config = tiles(head.spec.dtype.itemsize)
     if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT:  # not always: a copy would be large
         logits = apart(logits)
-    given = _prepare(head, logits, config, reads_logit_weights(names), max(1, _PARTIAL_COLUMNS // config.columns))
-    epilogue = forward_kernel.StatisticsEpilogue(given.logits, fields, shared=True)
-    return forward_kernel.in_launches("pallas_ce_materialized_statistics", given, epilogue, fields, logits.shape[0])
+    side_by_side = max(1, _PARTIAL_COLUMNS // config.columns)
+    of_logits, given = _prepare(head, logits, config, reads_logit_weights(names), side_by_side)
+    epilogue, name = StatisticsEpilogue(of_logits, fields, shared=True), "pallas_ce_materialized_statistics"
+    return in_launches(name, given, epilogue, len(logits), schedule.PARTIALS_BYTES, None)
 
 
 def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None) -> jax.Array:
     """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them."""
     spec, logits, labels = head.spec, batch.hidden, batch.labels
-    config = tiles(spec.dtype.itemsize, _PIECE)
-    by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
+    by_row = vectors_by_row(gradient.coefficients, gradient.reference)
     if "target" in by_row:
         assert labels is not None
         by_row["labels"] = labels
@@ -65,16 +67,19 @@ def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | Non
         by_row["argmax_column"] = gradient.argmax
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
-    given = _prepare(head, logits, config, "logit_weights" in by_row)
-    given = given._replace(inputs={name: given.by_row(x) for name, x in by_row.items()} | given.inputs)
+    of_logits, given = _prepare(head, logits, tiles(spec.dtype.itemsize, _PIECE), "logit_weights" in by_row)
+    inputs = {**{name: given.by_row(x) for name, x in by_row.items()}, **given.inputs}
 
     def write(stored: Any) -> None:
-        given._replace(matrices=(stored,)).run("pallas_ce_materialized_dlogits", DlogitsEpilogue(given.logits), {})
+        reading = Operands(given.product, (stored,), inputs)
+        reading.run("pallas_ce_materialized_dlogits", DlogitsEpilogue(of_logits), {})
 
     return apart(pl.run_state(write)(apart(logits)))
 
 
-def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, stored: int = 1) -> operands.Operands:
+def _prepare(
+    head: Head, logits: jax.Array, config: Config, weighted: bool, stored: int = 1
+) -> tuple[LogitSpec, Operands]:
     """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
     spec, u = head.spec, head.logit_weights
     if reason := refusal(spec, logits.shape[0]):
@@ -85,7 +90,7 @@ def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, stor
     product = Product(config, *blocks, stored=stored)
     of_logits = LogitSpec(spec.vocab_size, columns > spec.vocab_size, spec.softcap, spec.uniform_weight)
     inputs = {"u": pad(u.astype(jnp.float32), (columns,))} if weighted and u is not None else {}
-    return operands.Operands(product, of_logits, (logits,), inputs)
+    return of_logits, Operands(product, (logits,), inputs)
 
 
 def refusal(spec: HeadSpec, rows: int | None = None) -> str | None:

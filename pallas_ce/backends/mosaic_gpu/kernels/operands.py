@@ -6,19 +6,15 @@ of it; `refusal` names heads of other sizes. Hidden states and stored logits are
 """
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu import schedule
-from pallas_ce.backends.mosaic_gpu.gemm import launch
-from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
+from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
-from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, Kernel, Product
+from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, STEP, Kernel, Product
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import present
 from pallas_ce.streaming.tiles import pad
@@ -83,42 +79,17 @@ def padded(x: jax.Array) -> jax.Array:
     return pad(x, stored_shape(*x.shape))
 
 
-def tiles_of(kernel: Kernel, head: Head, rows: int, vectors: int) -> Config:
-    """The tiles of a kernel that makes the head's logits; see `schedule.rule`."""
-    given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
-    return schedule.rule(kernel, head.spec, rows, vectors, sum(option is not None for option in given))
+def operands(
+    kernel: Kernel, head: Head, hidden: jax.Array, vectors: int, weighted_mean: bool, width: int | None = None
+) -> tuple[LogitSpec, Operands]:
+    """For a kernel that makes logits of `hidden [N, H]`: how, and its operands.
 
-
-class Operands(NamedTuple):
-    """One kernel call's operands: matrices, and inputs "bias" and "u" by column, "scale" and "valid" `[1]`."""
-
-    product: Product
-    logits: LogitSpec
-    matrices: tuple[jax.Array, ...]
-    inputs: dict[str, Any]
-
-    def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
-        """A vector by row, padded."""
-        return pad(x, (self.product.padded_rows,), value)
-
-    def run(
-        self,
-        name: str,
-        epilogue: Epilogue,
-        outputs: dict[str, Any],
-        inputs: Mapping[str, Any] = MappingProxyType({}),
-        numbers: Mapping[str, Any] = MappingProxyType({}),
-    ) -> dict[str, jax.Array]:
-        """Runs a kernel, whose `inputs` come beside the operands' own; see `launch.run`."""
-        return launch.run(name, self.product, self.matrices, epilogue, {**self.inputs, **inputs}, outputs, numbers)
-
-
-def operands(head: Head, hidden: jax.Array, config: Config, weighted_mean: bool, width: int | None = None) -> Operands:
-    """Operands for `hidden [N, H]` and the vocabulary; a launch works on `width` entries at most.
-
-    The kernel reads a given u where it has a `weighted_mean`.
+    It keeps as many `vectors` by row, and reads a given u where it has a `weighted_mean`. A launch works on `width`
+    entries of the vocabulary at most. Inputs are "bias" and "u" by column, "scale" and "valid" `[1]`.
     """
     spec, columns, rows = head.spec, head.spec.vocab_size, hidden.shape[0]
+    options = (head.bias, head.logit_scale, head.logit_weights, spec.softcap)
+    config = schedule.rule(kernel, spec, rows, vectors, sum(option is not None for option in options))
     tiled = round_up(columns, config.columns)
     ragged = tiled > columns or head.valid_columns is not None
     logits = LogitSpec(columns, ragged, spec.softcap, spec.uniform_weight)
@@ -138,8 +109,8 @@ def operands(head: Head, hidden: jax.Array, config: Config, weighted_mean: bool,
     product = Product(config, *blocks, spec.hidden_size, right_axis=spec.vocab_axis, rank=spec.rank)
     matrices: tuple[jax.Array, ...] = padded(apart(hidden.astype(spec.dtype))), weight
     if head.up is not None:  # a low-rank term's operands, laid out like hidden states and weight, in whole steps
-        low, rank = present(head.with_low(Batch(hidden)).low), round_up(spec.rank, config.depth)
+        low, rank = present(head.with_low(Batch(hidden)).low), round_up(spec.rank, STEP)
         up = pad(head.up.astype(spec.dtype), (spec.weight_rows, rank))
         low = pad(low, (round_up(rows, ROW_MULTIPLE), rank))
         matrices += apart(low), apart(up if spec.vocab_axis == 0 else up.T)
-    return Operands(product, logits, matrices, inputs)
+    return logits, Operands(product, matrices, inputs)

@@ -31,11 +31,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.arrays import apart
-from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, loop
-from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm import layouts, loop
+from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue, Place, Thread
 from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, padded, round_up
-from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, COLUMN_STEP, TALL, WIDE, Config, Product, cost
-from pallas_ce.streaming.tiles import Columns, pad
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, COLUMN_STEP, STEP, TALL, WIDE, Config, Product, cost
 
 _MOST_PARTS = 8
 
@@ -69,112 +69,24 @@ def parts(config: Config, rows: int, hidden_size: int, vocab_size: int) -> int:
         rounds = -(-tiles * count // workers)
         return rounds * workers / (tiles * count) + (count - 1) * _PART_COST / vocab_size
 
-    times = [time(count) for count in range(1, 1 + min(_MOST_PARTS, -(-vocab_size // config.depth)))]
+    times = [time(count) for count in range(1, 1 + min(_MOST_PARTS, -(-vocab_size // STEP)))]
     return 1 + next(i for i, t in enumerate(times) if t <= min(times) + _NEGLIGIBLE)
 
 
-def for_hidden(
-    stored: jax.Array,
-    weight: jax.Array,
-    vocab_axis: int,
-    valid_rows: jax.Array | None = None,
-    existing: jax.Array | None = None,
-    *,
-    scale: jax.Array | None = None,
-    dtype: Any = jnp.float32,
-    splits: bool = True,
-) -> jax.Array:
-    """`scale∘stored·weight [n, H]` in `dtype`, of `stored [n, V]`; undefined in rows from `valid_rows []` on.
-
-    The weight counts as 0 from its entry `existing []` on, whatever it is; `stored` is 0 there. None: it has no such
-    entries in reach of a step, or finite ones. `splits` tells whether there is memory for partial products.
-    """
-    rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
-    product, matrices = _hidden_product(stored, weight, vocab_axis)
-    count = parts(product.config, rows, hidden_size, product.length) if splits else 1
-    product = dataclasses.replace(product, parts=count)
-    shape = count, matrices[0].shape[0], hidden_size
-    outputs = {"product": jax.ShapeDtypeStruct(shape, dtype if count == 1 else jnp.float32)}
-    numbers = {"valid_rows": valid_rows, "finite_length": existing}
-    inputs = {"row_scale": None if scale is None else pad(scale, (product.padded_rows,))}
-    found = launch.run("pallas_ce_for_hidden", product, matrices, ProductEpilogue(), inputs, outputs, numbers)
-    return found["product"].sum(axis=0, dtype=jnp.float32)[:rows].astype(dtype)
-
-
-def add_for_hidden(
-    stored: jax.Array,
-    weight: jax.Array,
-    vocab_axis: int,
-    total: jax.Array,
-    part: Columns | None = None,
-    to_row: jax.Array | None = None,
-    valid_rows: jax.Array | None = None,
-    existing: jax.Array | None = None,
-) -> jax.Array:
-    """`total [N, H]` float32 with `stored·weight` added in place, from its row `to_row` on; see `for_hidden`.
-
-    N is a multiple of 8, and `stored` holds the columns of `part` only; `existing` counts from the vocabulary's first.
-    """
-    product, matrices = _hidden_product(stored, weight, vocab_axis)
-    numbers = {} if part is None else {"valid_length": part.count, "first_length": part.start}
-    if part is not None and existing is not None:
-        existing = existing - part.start
-    numbers |= {"valid_rows": valid_rows, "to_row": to_row, "finite_length": existing}
-    epilogue = ProductEpilogue(adds=True)
-    found = launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, {"product": total}, numbers)
-    return found["product"]
-
-
-def _hidden_product(stored: jax.Array, weight: jax.Array, vocab_axis: int) -> tuple[Product, tuple[jax.Array, ...]]:
+def hidden_operands(stored: jax.Array, weight: jax.Array, vocab_axis: int) -> Operands:
+    """Of the product `stored·weight [n, H]`."""
     rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
     config, stored = hidden_config(rows, hidden_size), padded(stored)
     blocks = config.row_blocks(rows), config.column_blocks(hidden_size)
-    return Product(config, *blocks, stored.shape[1], right_axis=1 - vocab_axis), (stored, weight)
+    return Operands(Product(config, *blocks, stored.shape[1], right_axis=1 - vocab_axis), (stored, weight))
 
 
-def for_weight(
-    stored: jax.Array,
-    rows: jax.Array,
-    vocab_axis: int,
-    into: jax.Array,
-    *,
-    replaced: jax.Array | bool = True,
-    valid_rows: jax.Array | None = None,
-    multiplier: jax.Array | None = None,
-    part: Columns | None = None,
-    starts: int = 0,
-) -> jax.Array:
-    """`into`, of the weight's shape, replaced by `multiplier·storedᵀ·rows [n, H]` or, in float32, added to.
-
-    `stored [n, c]` has the columns of `part`; rows from `valid_rows []` on are left out. `replaced`, a Python bool or
-    `[]`, tells whether the product replaces old values. `part.start` is a multiple of the greatest common divisor of
-    `starts` and a row's length.
-    """
-    config = weight_config(stored.shape[1], rows.shape[1], vocab_axis)
-    product, matrices = weight_product(stored, rows, vocab_axis, config)
-    limit = stored.shape[1] if part is None or part.count is None else part.count
-    if valid_rows is not None and replaced is not True:  # nothing is added where no row is valid
-        limit = jnp.where(replaced | (valid_rows > 0), limit, 0)
-    numbers = {
-        "valid_length": valid_rows,
-        ("valid_rows", "valid_columns")[vocab_axis]: limit if isinstance(limit, jax.Array) else None,
-        ("to_row", "to_column")[vocab_axis]: None if part is None else part.start,
-        "first": None if isinstance(replaced, bool) else replaced,
-    }
-    inputs = {"multiplier": None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)}
-    epilogue = ProductEpilogue(starts if vocab_axis else 0, adds=replaced is not True)
-    found = launch.run("pallas_ce_for_weight", product, matrices, epilogue, inputs, {"product": into}, numbers)
-    return found["product"]
-
-
-def weight_product(
-    stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config
-) -> tuple[Product, tuple[jax.Array, ...]]:
-    """The product `storedᵀ·rows` in the weight's layout, and its operands."""
+def weight_operands(stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config, *, held: bool) -> Operands:
+    """Of the product `storedᵀ·rows` in the weight's layout."""
     stored, rows = padded(stored), padded(apart(rows))
     left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
     blocks = config.row_blocks(left.shape[1]), config.column_blocks(right.shape[1])
-    return Product(config, *blocks, stored.shape[0], left_axis=1, right_axis=1), (left, right)
+    return Operands(Product(config, *blocks, stored.shape[0], left_axis=1, right_axis=1, held=held), (left, right))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,12 +101,10 @@ class ProductEpilogue(Epilogue):
     adds: bool = False
     target = "product"
 
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Reads whether to add."""
-        return refs["first"][0] == 0 if "first" in refs else None
-
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+    def __call__(self, refs: dict[str, Any], place: Place, thread: Thread) -> None:
         """Stores the tile or adds it."""
+        add = refs["first"][0] == 0 if "first" in refs else self.adds
+        values = thread.multiply()
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
         if "row_scale" in refs:
@@ -202,9 +112,8 @@ class ProductEpilogue(Epilogue):
             values *= layouts.along_columns(by_row, values.shape)
         target = refs["product"]
         row = place.row + loop.number(refs, "to_row", ROW_MULTIPLE)
-        column = place.column + loop.number(refs, "to_column", math.gcd(loop.STEP, target.shape[-1], self.starts))
+        column = place.column + loop.number(refs, "to_column", math.gcd(STEP, target.shape[-1], self.starts))
         target = target.at[place.part] if len(target.shape) == 3 else target
-        add = self.adds if carry is None else carry
         layouts.store_piece(refs["blocks"], place.warpgroup, target, row, column, 0, values, add=add)
 
 
@@ -217,65 +126,34 @@ def lower_shape(rows: int, columns: int) -> tuple[int, int]:
     return rows, NARROW_CONFIG.column_blocks(columns) * NARROW_CONFIG.columns // 2
 
 
-def add_narrow_for_weight(
-    stored: jax.Array,
-    rows: jax.Array,
-    vocab_axis: int,
-    total: tuple[jax.Array, jax.Array],
-    *,
-    first: jax.Array,
-    last: jax.Array,
-    valid_rows: jax.Array | None = None,
-    multiplier: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`total`, upper bits in the weight's shape and lower ones, with `multiplier·storedᵀ·rows` added in place.
-
-    Rows from `valid_rows []` on are left out. Where `first []` is true the total is undefined and counts as 0; where
-    `last []` is, the upper bits are rounded to nearest, and the lower ones left undefined.
-    """
-    product, matrices = weight_product(stored, rows, vocab_axis, NARROW_CONFIG)
-    numbers = {"first": first, "last": last}
-    if valid_rows is not None:
-        needed = first | last | (valid_rows > 0)
-        numbers |= {"valid_length": valid_rows, "valid_rows": jnp.where(needed, matrices[0].shape[1], 0)}
-    product, epilogue = dataclasses.replace(product, held=True), NarrowSumEpilogue(total[0].shape[1])
-    outputs = {"upper": total[0], "lower": total[1]}
-    inputs = {"multiplier": None if multiplier is None else multiplier.astype(jnp.float32).reshape(1)}
-    found = launch.run("pallas_ce_add_for_weight", product, matrices, epilogue, inputs, outputs, numbers)
-    return found["upper"], found["lower"]
-
-
 @dataclasses.dataclass(frozen=True)
 class NarrowSumEpilogue(Epilogue):
-    """Adds a tile to its part of the sum in the ring; `columns` is the length of the sum's rows."""
+    """Adds a tile to its part of the sum in the ring.
 
-    columns: int
+    The "first" launch takes an undefined sum for 0. The "last" one rounds the upper bits to nearest, and leaves the
+    lower ones undefined.
+    """
 
-    def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for the stores."""
-        return {"sum_smem": layouts.tile_staging(config, self.columns, jnp.bfloat16)}
+    target = "product"
 
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Reads whether the sum begins and ends."""
-        return refs["first"][0] != 0, refs["last"][0] != 0
-
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+    def __call__(self, refs: dict[str, Any], place: Place, thread: Thread) -> None:
         """Adds piece by piece; two pieces share one piece of lower bits."""
-        (first, last), thread, staging = carry, refs["thread"], refs["sum_smem"].at[place.warpgroup]
+        first, last = refs["first"][0] != 0, refs["last"][0] != 0
+        values = thread.multiply()
+        staging = refs["blocks"].at[place.warpgroup]
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
         wide, half = staging.shape[-1], values.shape[1] // 2
         # The last block's lower bits go beyond the end of the array, where the copy engine drops them.
         beyond = round_up(refs["lower"].shape[0], NARROW_CONFIG.tile_rows)
-        lower_row = pl.multiple_of(place.row + jnp.where(last, beyond, 0), loop.STEP)
+        lower_row = pl.multiple_of(place.row + jnp.where(last, beyond, 0), STEP)
 
         def old(name: str, column: int) -> jax.Array:
             def zeros() -> jax.Array:
                 return plgpu.layout_cast(jnp.zeros((values.shape[0], wide), jnp.bfloat16), plgpu.Layout.WGMMA)
 
-            return lax.bitcast_convert_type(
-                lax.cond(first, zeros, lambda: thread.read_held(name, column, wide)), jnp.uint16
-            )
+            found = lax.cond(first, zeros, lambda: thread.read_held(name, column, wide))
+            return lax.bitcast_convert_type(found, jnp.uint16)
 
         pl.when(jnp.logical_not(first))(thread.wait_held)
         count = itertools.count()
@@ -283,11 +161,11 @@ class NarrowSumEpilogue(Epilogue):
             before, after = old("lower", piece), []
             for column, lower in ((piece, before & 0xFF), (piece + half, before >> 8)):
                 new = values[:, column : column + wide]
-                bits = (old("upper", column).astype(jnp.uint32) << 16) | (lower.astype(jnp.uint32) << 8)
+                bits = (old("product", column).astype(jnp.uint32) << 16) | (lower.astype(jnp.uint32) << 8)
                 new += lax.bitcast_convert_type(bits, jnp.float32)
                 bits = lax.bitcast_convert_type(new, jnp.uint32)
-                upper = lax.cond(last, lambda x, bits: x.astype(jnp.bfloat16), lambda x, bits: _narrow(bits), new, bits)
-                target = refs["upper"].at[pl.ds(place.row, BLOCK), pl.ds(place.column + column, wide)]
+                upper = lax.cond(last, lambda x, _: x.astype(jnp.bfloat16), lambda _, x: _narrow(x), new, bits)
+                target = refs["product"].at[pl.ds(place.row, BLOCK), pl.ds(place.column + column, wide)]
                 layouts.store_block(staging, next(count), target, upper)
                 after.append((bits >> 8) & 0xFF)
             target = refs["lower"].at[pl.ds(lower_row, BLOCK), pl.ds(place.block * half + piece, wide)]
