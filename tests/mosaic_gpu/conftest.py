@@ -18,7 +18,7 @@ from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_ce.backends.mosaic_gpu import schedule
-from pallas_ce.backends.mosaic_gpu.block import MosaicBlock
+from pallas_ce.backends.mosaic_gpu.backend import MosaicBlock
 from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.kernels import product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import Config

@@ -14,12 +14,10 @@ import pytest
 
 from pallas_ce import explain, linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import entries
-from pallas_ce.backends.mosaic_gpu.kernels import (
-    dlogits_kernel,
-    forward_kernel,
-    product_kernel,
-)
+from pallas_ce.backends.mosaic_gpu.backend import MosaicBlock
+from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
+from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
 from pallas_ce.statistics.table import PRIMITIVES
@@ -341,9 +339,9 @@ def compiled_kernel(
             found = forward_kernel.statistics(head, hidden, names)
             return entries.with_targets(found, head, Batch(hidden, labels), names)
         if kernel == "stash":
-            partial, stored = forward_kernel.stash(head, hidden, by_row, names)
+            partial, stored = MosaicBlock(head, Batch(hidden), None).exponentials(by_row, names)
             return partial(), stored
-        return dlogits_kernel.dlogits(head, hidden, by_row, coefficients_of(names, by_row))
+        return MosaicBlock(head, Batch(hidden), None).dlogits(Gradient(coefficients_of(names, by_row), by_row))
 
     further = h200.arrays(((n,), jnp.float32), ((v,), jnp.float32), ((), jnp.float32))
     return clean(run, *h200.of_head(n, v, h, axis), *further)

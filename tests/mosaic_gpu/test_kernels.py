@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_ce.backends import entries, reference
+from pallas_ce.backends.mosaic_gpu.backend import MosaicBlock
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands
+from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, operands
+from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise
@@ -45,7 +47,7 @@ def test_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
     p = make_problem(Case((512, 64, 192), ignored=0.0))
 
     def lse(head: Any, h: jax.Array, valid: jax.Array) -> jax.Array:
-        partial = forward_kernel.statistics(head, h, LSE, valid_rows=valid)
+        partial = forward_kernel.statistics(head, h, LSE, filled=valid)
         # No other statistic is computed.
         assert [name for name, x in partial._asdict().items() if x is not None] == ["max", "sum_exp"]
         return finalise(partial, LSE)["lse"]
@@ -83,7 +85,8 @@ def test_every_number_is_stored_once(monkeypatch: pytest.MonkeyPatch, tiles: Any
 
     def run(head: Any, h: jax.Array, lse: jax.Array) -> jax.Array:
         zeros = jnp.zeros(operands.stored_shape(150, 584), h.dtype)
-        return dlogits_kernel.dlogits(head, h, lse, coef.Coefficients(prob=jnp.ones(150)), into=zeros)
+        gradient = Gradient(coef.Coefficients(prob=jnp.ones(150)), lse)
+        return MosaicBlock(head, Batch(h), None).dlogits(gradient, into=zeros)
 
     got = interpreted(run)(p.head, p.hidden, lse)
     exact = jnp.exp(logits_of(p))
@@ -101,9 +104,8 @@ def test_dlogits_of_a_part_are_those_columns_of_the_whole(
     lse, coefficients = wanted(LSE, p)["lse"], entries.without(all_coefficients(96))
 
     def run(head: Any, h: jax.Array, lse: jax.Array, first: Any, valid: Any) -> Any:
-        whole = dlogits_kernel.dlogits(head, h, lse, coefficients)
-        part = Columns(first, 128, count=valid)
-        return whole, dlogits_kernel.dlogits(head, h, lse, coefficients, part=part)
+        block, gradient = MosaicBlock(head, Batch(h), None), Gradient(coefficients, lse)
+        return block.dlogits(gradient), block.dlogits(gradient, Columns(first, 128, count=valid))
 
     for first, valid in ((0, 128), (128, 128), (256, 80)):
         whole, part = interpreted(run)(p.head, p.hidden, lse, jnp.int32(first), jnp.int32(valid))

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from pallas_ce.backends.mosaic_gpu.backend import MosaicBlock
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Walk, corrected
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import Config, Kernel, Product, cost, rule
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import Batch, HeadSpec
 from pallas_ce.statistics.row import FIELDS, Partial, add, joined
 from pallas_ce.statistics.table import PRIMITIVES
 from tests.mosaic_gpu.conftest import make_problem
@@ -128,7 +129,7 @@ def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place
         if kernel == "forward":
             return forward_kernel.statistics(head, hidden, EVERY, budget)
         reference = jnp.full(hidden.shape[0], 4.0)
-        partial, stored = forward_kernel.stash(head, hidden, reference, EVERY)
+        partial, stored = MosaicBlock(head, Batch(hidden), None).exponentials(reference, EVERY)
         return partial(), stored[: hidden.shape[0], :584]
 
     whole = interpreted(run)(p.head, p.hidden)

@@ -1,14 +1,20 @@
 """The Hopper backend: which kernel serves which part of a call, with which tiles and blocks."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
-from pallas_ce.backends.kernel_backend import KernelBackend
+from pallas_ce.backends.arrays import apart
+from pallas_ce.backends.kernel_backend import KernelBackend, KernelBlock
 from pallas_ce.backends.mosaic_gpu import plans, schedule
-from pallas_ce.backends.mosaic_gpu.block import MosaicBlock
+from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
 from pallas_ce.backends.mosaic_gpu.kernels import (
     forward_kernel,
     logits_kernel,
@@ -16,11 +22,16 @@ from pallas_ce.backends.mosaic_gpu.kernels import (
     operands,
     product_kernel,
 )
+from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue, vectors_by_row
+from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StashEpilogue
+from pallas_ce.backends.mosaic_gpu.kernels.product_kernel import NarrowSumEpilogue, ProductEpilogue
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel, device_refusal
 from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
-from pallas_ce.statistics.row import Partial
+from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
+from pallas_ce.streaming.gradient_products import WeightGradient
 from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.tiles import Columns
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
@@ -103,9 +114,136 @@ class MosaicGpuBackend(KernelBackend):
 
     def block(
         self, head: Head, batch: Batch, block: RowBlock, plan: Plan, gradient: Gradient | None = None
-    ) -> MosaicBlock:
+    ) -> "MosaicBlock":
         """With padding for vocabulary."""
         head, number = operands.padded_head(head), block.number
         skipped = None if isinstance(number, int) and block.tile.size < _LEAST_ROWS else block.filled
         total = None if gradient is None else gradient.weight_sum
         return MosaicBlock(head, batch, skipped, plan.splits, block.last if total and total.bits is not None else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicBlock(KernelBlock):
+    """A launch of one kernel for each, which may have no row to compute."""
+
+    splits: bool = True  # whether there is memory for hidden's product in parts
+    last: jax.Array | None = None  # `[]` bool: whether the block is the last one; None without `weight_bits`
+    leaves_columns = True
+
+    def exponentials(
+        self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
+    ) -> tuple[Callable[[], Partial], jax.Array]:
+        """E has the shape `operands.stored_shape`, and is 0 in padding's columns as far as tiles reach.
+
+        Skipped are whole tiles of rows, which keep what an earlier E has there.
+        """
+        head, spec, (rows, _) = self.head, self.head.spec, self.batch.hidden.shape
+        valid, into = again or (self.valid_rows, None)
+        # The sums of u are the same for all rows.
+        fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
+        count, weighted = 1 + forward_kernel.vectors(names), reads_logit_weights(names)
+        logits, given = operands.operands("stash", head, self.batch.hidden, count, weighted)
+        # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the
+        # kernel always reads how many rows are valid, and always writes into an array.
+        numbers = {"valid_rows": jnp.int32(rows) if valid is None else valid}
+        outputs: dict[str, Any] = forward_kernel.outputs(fields, given.product)
+        shape = operands.stored_shape(rows, spec.vocab_size)
+        outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
+        inputs = {"reference": given.by_row(reference)}
+        found = given.run("pallas_ce_stash", StashEpilogue(logits, fields), outputs, inputs, numbers)
+
+        def partial() -> Partial:
+            whole = jax.tree.map(lambda x: x[:rows], forward_kernel.read(found, fields, add))
+            if whole.weighted_sum is None:
+                return whole
+            u = head.tile_logit_weights(0, spec.vocab_size)
+            if head.valid_columns is not None:
+                u = jnp.where(jnp.arange(spec.vocab_size) < head.valid_columns, u, 0.0)
+            return whole._replace(sum_weights=jnp.full(rows, u.sum()))
+
+        return partial, found["stash"]
+
+    def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
+        """A part begins at a multiple of `STEP`. Undefined are whole tiles of skipped rows, and columns behind one."""
+        head, hidden, coefficients, less = self.head, self.batch.hidden, gradient.coefficients, self._less(part)
+        vectors, dtype = vectors_by_row(coefficients, gradient.reference), head.spec.dtype
+        width, weighted = head.spec.vocab_size if less is None else less.size, coefficients.logit_weights is not None
+        count = len(vectors.keys() - {"reference"})
+        logits, given = operands.operands("dlogits", head, hidden, count, weighted, width)
+        inputs = {name: given.by_row(x) for name, x in vectors.items()}
+        numbers = {} if less is None else {"first_column": less.start, "valid_columns": less.count}
+        numbers |= {"valid_rows": self.valid_rows}
+        out = jax.ShapeDtypeStruct(operands.stored_shape(len(hidden), width), dtype) if into is None else into
+        found = given.run("pallas_ce_dlogits", DlogitsEpilogue(logits), {"dlogits": out}, inputs, numbers)["dlogits"]
+        return found if part is None else found[: len(hidden), : part.size]
+
+    def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+        """In parts of the vocabulary, where there is memory for partial products."""
+        given, size, (rows, _) = self._hidden_operands(operand), self.head.spec.hidden_size, operand.shape
+        product = given.product
+        count = product_kernel.parts(product.config, rows, size, product.length) if self.splits else 1
+        given = given._replace(product=dataclasses.replace(product, parts=count))
+        shape = count, given.matrices[0].shape[0], size
+        outputs = {"product": jax.ShapeDtypeStruct(shape, dtype if count == 1 else jnp.float32)}
+        numbers = {"valid_rows": self.valid_rows, "finite_length": self.head.valid_columns}
+        found = given.run(
+            "pallas_ce_for_hidden", ProductEpilogue(), outputs, {"row_scale": given.by_row(scale)}, numbers
+        )
+        return found["product"].sum(axis=0, dtype=jnp.float32)[:rows].astype(dtype)
+
+    def add_for_hidden(self, dlogits: jax.Array, total: jax.Array, part: Columns, block: RowBlock) -> jax.Array:
+        """In place, from a multiple of 8 rows on."""
+        rows, existing, less = len(dlogits), self.head.valid_columns, self._less(part)
+        to_row = None if rows >= total.shape[0] else jnp.int32(block.number) * rows
+        given = self._hidden_operands(dlogits)
+        numbers: dict[str, Any] = {} if less is None else {"valid_length": less.count, "first_length": less.start}
+        if less is not None and existing is not None:
+            existing = existing - less.start
+        numbers |= {"valid_rows": self.valid_rows, "to_row": to_row, "finite_length": existing}
+        epilogue = ProductEpilogue(adds=True)
+        return given.run("pallas_ce_add_for_hidden", epilogue, {"product": total}, numbers=numbers)["product"]
+
+    def _hidden_operands(self, stored: jax.Array) -> Operands:
+        """The weight counts as 0 from its entry `valid_columns` on, whatever it is; `stored` is 0 there."""
+        weight = apart(self.head.weight.astype(self.head.spec.dtype))
+        return product_kernel.hidden_operands(stored, weight, self.head.spec.vocab_axis)
+
+    def for_weight(
+        self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
+    ) -> WeightGradient:
+        """In place, without rows from `valid_rows` on."""
+        (whole, adds, late, tile, bits), axis, size = total, self.head.spec.vocab_axis, self.head.spec.vocab_size
+        starts, valid, numbers = size if axis and part is not None else 0, self.valid_rows, {}
+        if part is not None:
+            # A sum of the part alone: the last part starts early, and its own columns come last in it.
+            alone = dataclasses.replace(part, start=part.start - jnp.minimum(part.start, size - part.size))
+            part = self._less(alone if tile is None else part)
+        replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
+        narrow, outputs, epilogue = product_kernel.NARROW_CONFIG, {"product": whole}, NarrowSumEpilogue()
+        config = product_kernel.weight_config(operand.shape[1], rows.shape[1], axis) if bits is None else narrow
+        given = product_kernel.weight_operands(operand, rows, axis, config, held=bits is not None)
+        # Nothing is added where no row is valid.
+        if bits is None:
+            limit: Any = operand.shape[1] if part is None or part.count is None else part.count
+            if valid is not None and replaced is not True:
+                limit = jnp.where(replaced | (valid > 0), limit, 0)
+            numbers = {
+                "valid_length": valid,
+                ("valid_rows", "valid_columns")[axis]: limit if isinstance(limit, jax.Array) else None,
+                ("to_row", "to_column")[axis]: None if part is None else part.start,
+                "first": None if isinstance(replaced, bool) else replaced,
+            }
+            name, epilogue = "pallas_ce_for_weight", ProductEpilogue(starts, adds=replaced is not True)
+        else:
+            assert self.last is not None
+            name, outputs["lower"], numbers = "pallas_ce_add_for_weight", bits, {"first": replaced, "last": self.last}
+            if valid is not None:
+                needed = replaced | self.last | (valid > 0)
+                numbers |= {"valid_length": valid, "valid_rows": jnp.where(needed, given.matrices[0].shape[1], 0)}
+        inputs = {"multiplier": None if late is None else late.astype(jnp.float32).reshape(1)}
+        found = given.run(name, epilogue, outputs, inputs, numbers)
+        return total._replace(array=found["product"], bits=found.get("lower"))
+
+    def _less(self, part: Columns | None) -> Columns | None:
+        """The part; None for all columns."""
+        return None if part is None or part.size == self.head.spec.vocab_size else part

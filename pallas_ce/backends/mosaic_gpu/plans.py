@@ -12,14 +12,11 @@ from pallas_ce.head import HeadSpec
 _RECOMPUTE_BYTES = 184 * 2**20
 
 # Statistics that a tile leaves of each row at most: in the forward, and for the losses that in_forward serves.
-_PARTIAL_FIELDS = 7
-_LOSS_FIELDS = 3
+_PARTIAL_FIELDS, _LOSS_FIELDS = 7, 3
 
-# Blocks of rows are multiples of this where the problem is large enough, so that tiles are full.
-_ROW_STEP = 128
-
-# Recompute's blocks of several are multiples of this: a block's sum begins where a copy may.
-_BLOCK_ROWS = 64
+# Blocks of rows are multiples of these where the problem is large enough: so that tiles are full, and in recompute so
+# that each block's sum begins where a copy may.
+_ROW_STEP, _BLOCK_ROWS = 128, 64
 
 # In_forward: the rows of two tiles; the rows whose products take as long as adding a block's product to the sum for the
 # weight; and the operations in the 80 us that a block's small kernels take. Adding moves 8 bytes an entry at 4 TB/s, a
@@ -27,16 +24,14 @@ _BLOCK_ROWS = 64
 _FULL_ROWS = 256
 _ROWS_PER_SUM = 100
 _OPERATIONS_PER_BLOCK = 56 * 10**9
-_MORE_BLOCKS = 4
 
-_MOST_BLOCKS = 64
-
-# Recompute: how many widths of a tile are compared; the logits of a product that take as long as moving H bytes, at 700
-# TFLOP/s and 4 TB/s, where the product hides about half of the moving; and the operations in the 20 us that the small
-# kernels of a block's tile take.
-_WIDTHS = 24
+# Recompute: the logits of a product that take as long as moving H bytes, by the same speeds, where the product hides
+# about half of the moving; and the operations in the 20 us that the small kernels of a block's tile take.
 _LOGITS_PER_BYTE = 44
 _OPERATIONS_PER_TILE = 14 * 10**9
+
+# How much is compared: numbers of in_forward's blocks, from the fewest; recompute's, and widths of its tiles.
+_MORE_BLOCKS, _MOST_BLOCKS, _WIDTHS = 4, 64, 24
 
 
 def minimum(spec: HeadSpec, mode: Mode | None) -> int:
@@ -56,9 +51,7 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
         return total - stash if mode == "in_forward" and blocks > 1 and stash <= spare_bytes else total
 
     blocks = 1
-    while (rows := _even_rows(tokens, blocks)) > 1:
-        if bytes_beside(rows, blocks) <= scratch_bytes:
-            break
+    while (rows := _even_rows(tokens, blocks)) > 1 and bytes_beside(rows, blocks) > scratch_bytes:
         blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
     if mode == "in_forward" and blocks > 1:
         # The time of a block beside its rows' products, in rows whose products take as long.
@@ -82,22 +75,20 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
     Cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work.
     """
     del sms
-    budget, choices = min(scratch_bytes, _RECOMPUTE_BYTES), []
+    budget, choices, step = min(scratch_bytes, _RECOMPUTE_BYTES), [], COLUMN_STEP
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
         rows = min(tokens, operands.round_up(_even_rows(tokens, blocks), _BLOCK_ROWS))
         scratch = functools.partial(_scratch, spec, "recompute", rows, blocks=blocks)
         # All of the vocabulary, or the largest multiples of a step within the budget.
-        most, widths = spec.vocab_size // COLUMN_STEP, [spec.vocab_size]
+        most, widths = spec.vocab_size // step, [spec.vocab_size]
         if scratch(spec.vocab_size) > budget:
-            while most and (taken := scratch(most * COLUMN_STEP)) > budget:
+            while most and (taken := scratch(most * step)) > budget:
                 most = min(most - 1, budget * most // taken)
-            widths = [COLUMN_STEP * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
-        for columns in widths:
-            choices.append((_recompute_cost(spec, tokens, blocks, rows, columns), blocks, rows, columns))
+            widths = [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
+        choices += [(_recompute_cost(spec, tokens, blocks, rows, width), blocks, rows, width) for width in widths]
     least = 0.0, 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP)
-    _, blocks, rows, columns = min(choices, default=least)
-    taken = _scratch(spec, "recompute", rows, columns, blocks=blocks)
-    return Plan(rows, columns, taken, spec.vocab_size, skips_rows=True)
+    _, blocks, *tile = min(choices, default=least)
+    return Plan(*tile, _scratch(spec, "recompute", *tile, blocks=blocks), spec.vocab_size, skips_rows=True)
 
 
 def _even_rows(tokens: int, blocks: int) -> int:

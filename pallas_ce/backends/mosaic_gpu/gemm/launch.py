@@ -58,8 +58,8 @@ class Operands(NamedTuple):
         read = {key: x for key, x in {**self.inputs, **inputs}.items() if x is not None}
         given = {key: x for key, x in numbers.items() if x is not None}
         names = (*read, *[_NUMBERS][: len(given)], *outputs)
-        static = self.product, len(self.matrices), epilogue, names, tuple(given), tuple(outputs.values())
-        function = kernel_function(name, *static)
+        static = self.product, self.product.workers, len(self.matrices), epilogue, names, tuple(given)
+        function = kernel_function(name, *static, tuple(outputs.values()))
         with jax.named_scope(name):
             others = [x if isinstance(x, jax.Ref) else _at_run_time(x) for x in read.values()]
             if given:  # packed into one array, so that XLA prepares them in one operation
@@ -91,6 +91,7 @@ def name_dumps(name: str) -> None:
 def kernel_function(
     name: str,
     product: Product,
+    workers: int,
     matrices: int,
     epilogue: Epilogue,
     names: tuple[str, ...],
@@ -113,7 +114,7 @@ def kernel_function(
     kernel = plgpu.kernel(
         kernel_body,
         out_type=outputs,
-        grid=(product.workers,),
+        grid=(workers,),
         grid_names=("worker",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",

@@ -17,36 +17,8 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue, Place, Thread
-from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
-from pallas_ce.head import Head
+from pallas_ce.backends.mosaic_gpu.kernels import epilogues
 from pallas_ce.statistics.gradient import Coefficients
-from pallas_ce.streaming.tiles import Columns
-
-
-def dlogits(
-    head: Head,
-    hidden: jax.Array,
-    reference: jax.Array | None,
-    coefficients: Coefficients,
-    *,
-    part: Columns | None = None,
-    into: jax.Array | None = None,
-    valid_rows: jax.Array | None = None,
-) -> jax.Array:
-    """dlogits in the compute dtype, of the shape `operands.stored_shape`, without single entries (see `entries`).
-
-    Columns of a `part`, from a multiple of the kernels' steps on, are stored from column 0 on. Undefined are the same
-    entries as in `forward_kernel.stash`, and columns behind the part from the next tile on.
-    """
-    vectors, width = vectors_by_row(coefficients, reference), head.spec.vocab_size if part is None else part.size
-    count, weighted = len(vectors.keys() - {"reference"}), coefficients.logit_weights is not None
-    logits, given = operands.operands("dlogits", head, hidden, count, weighted, width)
-    inputs = {name: given.by_row(x) for name, x in vectors.items()}
-    numbers = {} if part is None else {"first_column": part.start, "valid_columns": part.count}
-    numbers |= {"valid_rows": valid_rows}
-    out = jax.ShapeDtypeStruct(operands.stored_shape(hidden.shape[0], width), head.spec.dtype)
-    outputs = {"dlogits": out if into is None else into}
-    return given.run("pallas_ce_dlogits", DlogitsEpilogue(logits), outputs, inputs, numbers)["dlogits"]
 
 
 def vectors_by_row(coefficients: Coefficients, reference: jax.Array | None) -> dict[str, jax.Array]:

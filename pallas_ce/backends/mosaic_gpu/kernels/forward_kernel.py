@@ -67,17 +67,17 @@ def read(found: dict[str, jax.Array], fields: tuple[str, ...], join: Callable[..
 
 
 def in_launches(
-    name: str, given: Operands, epilogue: "StatisticsEpilogue", rows: int, budget: int, valid_rows: jax.Array | None
+    name: str, given: Operands, epilogue: "StatisticsEpilogue", rows: int, budget: int, filled: jax.Array | None
 ) -> Partial:
     """The `Partial` `[rows]`, from launches of nearly equal size whose partial statistics fit in `budget` bytes.
 
-    One row of tiles is made in any case. Rows from `valid_rows []` on are undefined, and whole tiles of them skipped.
+    One row of tiles is made in any case. Rows from `filled []` on are undefined, and whole tiles of them skipped.
     """
     config, fields = given.product.config, epilogue.fields
 
     def launch(first: Any, count: int) -> Partial:
         """The `Partial` `[count]` of whole tiles of rows from `first` on."""
-        valid = None if valid_rows is None else jnp.clip(valid_rows - first, 0, count)
+        valid = None if filled is None else jnp.clip(filled - first, 0, count)
         numbers = {"valid_rows": valid, "first_row": first if count < rows else None}
         some = given._replace(product=dataclasses.replace(given.product, row_blocks=config.row_blocks(count)))
         return read(some.run(name, epilogue, outputs(fields, some.product), numbers=numbers), fields)
@@ -104,18 +104,14 @@ def in_launches(
 
 
 def statistics(
-    head: Head,
-    hidden: jax.Array,
-    names: frozenset[str],
-    partial_bytes: int = PARTIALS_BYTES,
-    valid_rows: jax.Array | None = None,
+    head: Head, hidden: jax.Array, names: frozenset[str], budget: int = PARTIALS_BYTES, filled: jax.Array | None = None
 ) -> Partial:
     """The `Partial` of `hidden [N, H]` over the vocabulary, without the targets' logits; see `in_launches`."""
     if not (fields := fields_for(names)):
         return Partial()
     logits, given = operands.operands("forward", head, hidden, vectors(names), reads_logit_weights(names))
     epilogue = StatisticsEpilogue(logits, fields)
-    return in_launches("pallas_ce_forward", given, epilogue, len(hidden), partial_bytes, valid_rows)
+    return in_launches("pallas_ce_forward", given, epilogue, len(hidden), budget, filled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,45 +149,6 @@ class StatisticsEpilogue(Epilogue):
 
 # The fields that need no exponential.
 _OF_LOGITS = ("weighted_sum", "max", "argmax")
-
-
-def stash(
-    head: Head,
-    hidden: jax.Array,
-    reference: jax.Array,
-    names: frozenset[str],
-    valid_rows: jax.Array | None = None,
-    into: jax.Array | None = None,
-) -> tuple[Callable[[], Partial], jax.Array]:
-    """`Block.exponentials` of `hidden [N, H]`.
-
-    `E` has the shape `operands.stored_shape`. It is 0 in padding's columns as far as tiles reach, and undefined beyond
-    and in rows from N on. `reference [N]` is finite. Rows from `valid_rows []` on are undefined, and whole tiles of
-    them skipped. In an earlier `E` to write `into`, skipped rows keep their exponentials.
-    """
-    rows, spec = hidden.shape[0], head.spec
-    # The sums of u are the same for all rows.
-    fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
-    logits, given = operands.operands("stash", head, hidden, 1 + vectors(names), reads_logit_weights(names))
-    # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the kernel
-    # always reads how many rows are valid, and always writes into an array.
-    numbers = {"valid_rows": jnp.int32(rows) if valid_rows is None else valid_rows}
-    written, shape = outputs(fields, given.product), operands.stored_shape(rows, spec.vocab_size)
-    written["stash"] = lax.empty(shape, spec.dtype) if into is None else into
-    inputs = {"reference": given.by_row(reference)}
-    found = given.run("pallas_ce_stash", StashEpilogue(logits, fields), written, inputs, numbers)
-    stored = found.pop("stash")
-
-    def partial() -> Partial:
-        whole = jax.tree.map(lambda x: x[:rows], read(found, fields, add))
-        if whole.weighted_sum is None:
-            return whole
-        u = head.tile_logit_weights(0, spec.vocab_size)
-        if head.valid_columns is not None:
-            u = jnp.where(jnp.arange(spec.vocab_size) < head.valid_columns, u, 0.0)
-        return whole._replace(sum_weights=jnp.full(rows, u.sum()))
-
-    return partial, stored
 
 
 @dataclasses.dataclass(frozen=True)
