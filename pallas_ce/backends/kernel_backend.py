@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
@@ -33,49 +32,41 @@ class KernelBlock(Block):
 
     def step(self, gradient: Gradient, exact: entries.Entries, plan: Plan, block: RowBlock) -> TileStep:
         """See `Backend.recompute`; the `gradient` has no coefficients of single entries, which are `exact`."""
-        return functools.partial(self.in_place, gradient, exact, plan, block)
-
-    def in_place(
-        self,
-        gradient: Gradient,
-        exact: entries.Entries,
-        plan: Plan,
-        block: RowBlock,
-        index: jax.Array,
-        hidden_sum: jax.Array | None,
-        weight_sum: WeightGradient | None,
-    ) -> Arrays:
-        """What a `TileStep` returns: dlogits by a kernel, and their products. The last part runs over the end."""
         head, size, spec, needs = self.head, plan.columns, self.head.spec, gradient.needs
-        first = jnp.int32(index) * size
-        count = jnp.minimum(size, spec.vocab_size - first)
-        part = Columns(first, size, count=count)
-        dz = self.dlogits(gradient, part)
-        if head.up is not None:
-            undefined = self.leaves_columns and spec.vocab_size % size
-            dz = entries.zeroed(dz, self.valid_rows, count if undefined else None)
-        dz = entries.put_among(dz, exact, first, first, count)
-        for_hidden = for_weight = for_bias = up = None
-        if hidden_sum is not None:
-            for_hidden = self.add_for_hidden(dz, hidden_sum, part, block)
-        if weight_sum is not None:
-            for_weight = self.for_weight(dz, self.batch.hidden, weight_sum, part).array
-        # Products by column are a tile's, which begins earlier where the part reaches beyond the vocabulary's end.
-        shift = first - jnp.minimum(first, spec.vocab_size - size)
 
-        def own_columns(share: jax.Array) -> jax.Array:
-            return jnp.roll(jnp.where(spread(jnp.arange(size) < count, share), share, 0), shift, axis=0)
+        def in_place(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
+            """The last part runs over the end."""
+            first = jnp.int32(index) * size
+            count = jnp.minimum(size, spec.vocab_size - first)
+            part = Columns(first, size, count=count)
+            dz = self.dlogits(gradient, part)
+            if head.up is not None:
+                undefined = self.leaves_columns and spec.vocab_size % size
+                dz = entries.zeroed(dz, self.valid_rows, count if undefined else None)
+            dz = entries.put_among(dz, exact, first, first, count)
+            for_hidden = for_weight = for_bias = up = None
+            if hidden_sum is not None:
+                for_hidden = self.add_for_hidden(dz, hidden_sum, part, block)
+            if weight_sum is not None:
+                for_weight = self.for_weight(dz, self.batch.hidden, weight_sum, part).array
+            # Products by column are a tile's, which begins earlier where the part reaches beyond the vocabulary's end.
+            shift = first - jnp.minimum(first, spec.vocab_size - size)
 
-        if needs.bias:
-            counted = dz if block.filled is None else block.select(dz, 0)
-            for_bias = own_columns(counted.sum(axis=0, dtype=spec.accumulator))
-        if head.up is not None:
-            # Padding of the vocabulary may hold anything, and dlogits of 0 do not take away a nan.
-            padded = pad(head.up[: spec.vocab_size], (-(-spec.vocab_size // size) * size, spec.rank))
-            up = jax.lax.dynamic_slice_in_dim(padded, first, size)
-        found = head.term_products(self.batch, dz, up, needs)
-        for_up = None if found.up is None else own_columns(found.up)
-        return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias, up=for_up)
+            def own_columns(share: jax.Array) -> jax.Array:
+                return jnp.roll(jnp.where(spread(jnp.arange(size) < count, share), share, 0), shift, axis=0)
+
+            if needs.bias:
+                counted = dz if block.filled is None else block.select(dz, 0)
+                for_bias = own_columns(counted.sum(axis=0, dtype=spec.accumulator))
+            if head.up is not None:
+                # Padding of the vocabulary may hold anything, and dlogits of 0 do not take away a nan.
+                padded = pad(head.up[: spec.vocab_size], (-(-spec.vocab_size // size) * size, spec.rank))
+                up = jax.lax.dynamic_slice_in_dim(padded, first, size)
+            found = head.term_products(self.batch, dz, up, needs)
+            for_up = None if found.up is None else own_columns(found.up)
+            return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias, up=for_up)
+
+        return in_place
 
 
 class KernelBackend(Backend):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractDevice
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import packages
@@ -81,7 +80,7 @@ def select(
     with known_device(arrays) as device:
         reason = refused(implementation)
         elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
-        told = (by_name, _never_run(implementation, _kind(device)), slower(implementation))
+        told = (by_name, _never_run(implementation, targets.cuda_kind()), slower(implementation))
     if load(implementation).capabilities.cuda_only and elsewhere:
         reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
     if reason:
@@ -91,8 +90,7 @@ def select(
 
 def _default(refusal: Callable[[str], str | None], arrays: Any) -> tuple[str, str, Default | None]:
     with known_device(arrays) as device:
-        kind = _kind(device)
-        if kind is None:
+        if (kind := targets.cuda_kind()) is None:
             return _EVERYWHERE, "it serves every platform, and this process has no CUDA device", None
         passed_over: list[str] = []
         for name in _kernels(kind):
@@ -113,8 +111,8 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> tuple[str, st
 
 def _kernels(kind: str | None) -> dict[str, str | None]:
     """See `Gpus.kernels`."""
-    capability = None if kind is None else targets.compute_capability(kind)
-    return targets.GPUS[capability].kernels if capability in targets.GPUS else {}
+    gpus = None if kind is None else targets.GPUS.get(targets.compute_capability(kind) or "")
+    return {} if gpus is None else gpus.kernels
 
 
 def _never_run(implementation: str, kind: str | None) -> str | None:
@@ -123,11 +121,6 @@ def _never_run(implementation: str, kind: str | None) -> str | None:
         return None
     capability = targets.compute_capability(str(kind))
     return f"compiled, but never run on a GPU of compute capability {capability}: `{_CHECK}` checks it there"
-
-
-def _kind(device: AbstractDevice | None) -> str | None:
-    """The model of the device lowered for, if known, or the process's; None for a process without a CUDA device."""
-    return targets.local_cuda() if device is None else str(device.device_kind)
 
 
 def warn_once(message: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from pallas_ce.backends import entries, reference
 from pallas_ce.backends.mosaic_gpu.backend import MosaicBlock
-from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, operands
+from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
@@ -78,7 +78,7 @@ def test_a_budget_for_few_partial_statistics_changes_no_bit(
 
 def test_every_number_is_stored_once(monkeypatch: pytest.MonkeyPatch, tiles: Any, interpreted: Any) -> None:
     """Shown by adding in place of storing: nothing may be written twice, even if it is right in the end."""
-    monkeypatch.setattr(layouts, "store_piece", functools.partial(layouts.store_piece, add=True))
+    monkeypatch.setattr(DlogitsEpilogue, "store", functools.partialmethod(DlogitsEpilogue.store, add=True))
     p = make_problem(Case((150, 272, 584)))
     tiles(columns=128, piece=64)
     lse = jnp.zeros(150)  # so that a product of 0 would store 1

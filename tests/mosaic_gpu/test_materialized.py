@@ -26,8 +26,8 @@ NAMED: Any = {"implementation": "mosaic_gpu"}
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, and thread blocks so few that each has several."""
 
-    def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Config:
-        del itemsize, staged_bytes
+    def tiles(itemsize: int, piece: int | None = None) -> Config:
+        del itemsize
         return Config(rows=64, columns=128, stages=2, piece=piece, sms=3)
 
     monkeypatch.setattr(materialized_kernel, "tiles", tiles)

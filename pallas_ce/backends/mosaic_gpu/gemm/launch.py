@@ -19,7 +19,9 @@ from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Product
 from pallas_ce.streaming.tiles import pad
 
 _NUMBERS = "numbers"
-_NONE: Mapping[str, Any] = MappingProxyType({})
+
+Named = Mapping[str, Any]
+_NONE: Named = MappingProxyType({})
 
 
 class Operands(NamedTuple):
@@ -27,19 +29,14 @@ class Operands(NamedTuple):
 
     product: Product
     matrices: tuple[Any, ...]
-    inputs: Mapping[str, Any] = _NONE
+    inputs: Named = _NONE
 
     def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
         """A vector by row, padded."""
         return pad(x, (self.product.padded_rows,), value)
 
     def run(
-        self,
-        name: str,
-        epilogue: Epilogue,
-        outputs: dict[str, Any],
-        inputs: Mapping[str, Any] = _NONE,
-        numbers: Mapping[str, Any] = _NONE,
+        self, name: str, epilogue: Epilogue, outputs: Named, inputs: Named = _NONE, numbers: Named = _NONE
     ) -> dict[str, jax.Array]:
         """Runs one kernel, which profilers show by its name; returns its outputs by name.
 
@@ -111,6 +108,8 @@ def kernel_function(
         loop.run(list(arrays[:matrices]), refs, product, epilogue)
 
     kernel_body.__name__ = name
+    # `loop` and `layouts` place the barriers.
+    options = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True)
     kernel = plgpu.kernel(
         kernel_body,
         out_type=outputs,
@@ -118,11 +117,7 @@ def kernel_function(
         grid_names=("worker",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,
-            unsafe_no_auto_barriers=True,  # `loop` and `layouts` place the barriers
-        ),
+        compiler_params=options,
     )
     kernel.__name__ = name
     return jax.jit(kernel)

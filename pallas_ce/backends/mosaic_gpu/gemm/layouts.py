@@ -5,7 +5,6 @@ sums along it are mostly thread-local, and a vector by row costs one register fo
 """
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -66,7 +65,7 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
 
 
 def tile_staging(config: Config, columns: int, dtype: Any) -> Any:
-    """Shared memory from which `store_piece` stores to an array with `columns` columns.
+    """Shared memory from which `store_block` stores to an array with `columns` columns.
 
     Rows exactly as long as a block's are stored in halves: along an axis of a single block TMA ignores the block's
     number, and would write a tile's second block over its first.
@@ -76,33 +75,11 @@ def tile_staging(config: Config, columns: int, dtype: Any) -> Any:
     return plgpu.SMEM((WARPGROUPS, config.staged, BLOCK, wide), dtype, transforms=transforms)
 
 
-def store_piece(
-    staging: Any,
-    warpgroup: jax.Array,
-    target: Any,
-    row: jax.Array,
-    column: jax.Array,
-    first: int,
-    x: jax.Array,
-    add: jax.Array | bool = False,
-) -> None:
-    """Starts storing `x [rows, width]` at `target[row:, column + first:]`; entries outside the array are dropped.
-
-    A tile's pieces must come in order and have one width; `first` is a piece's first column in the tile. `x` is added
-    to the array's values where `add`, a Python bool or `[]` bool, is true.
-    """
-    wide = staging.shape[-1]
-    assert x.shape[1] % wide == 0
-    x = x.astype(staging.dtype)
-    corners = itertools.product(range(0, x.shape[0], BLOCK), range(0, x.shape[1], wide))
-    earlier = first // wide * (x.shape[0] // BLOCK)
-    for index, (r, c) in enumerate(corners, earlier):
-        place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
-        store_block(staging.at[warpgroup], index, place, x[r : r + BLOCK, c : c + wide], add)
-
-
 def store_block(staging: Any, index: int, place: Any, x: jax.Array, add: jax.Array | bool = False) -> None:
-    """Starts storing a tile's block `index` through a warpgroup's `staging`; blocks come in order, none left out."""
+    """Starts storing a tile's block `index` through a warpgroup's `staging`; blocks come in order, none left out.
+
+    It is added to the array's values where `add`, a Python bool or `[]` bool, is true.
+    """
     slots = staging.shape[0]
     if index == 0:  # the tile before this one was stored long ago
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -13,6 +13,7 @@ alternate the direction of this walk, so that each begins with columns that are 
 
 import abc
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -56,10 +57,22 @@ class Epilogue(abc.ABC):
     def __call__(self, refs: dict[str, Any], place: Place, thread: "Thread") -> None:
         """Calls `thread.multiply` or `each` once; a product hides the wait for what is read before it."""
 
-    def store(self, refs: dict[str, Any], place: Place, first: int, x: jax.Array) -> None:
-        """Starts storing a piece of the tile, from its column `first` on; see `layouts.store_piece`."""
-        target = refs[self.target or ""]
-        layouts.store_piece(refs["blocks"], place.warpgroup, target, place.row, place.column, first, x)
+    def store(
+        self, refs: dict[str, Any], place: Place, first: int, x: jax.Array, add: jax.Array | bool = False
+    ) -> None:
+        """Starts storing a piece of the tile, from its column `first` on; entries outside the array are dropped.
+
+        The pieces of a tile come in order and have one width. For `add` see `layouts.store_block`.
+        """
+        target, staging = refs[self.target or ""], refs["blocks"]
+        target = target.at[place.part] if len(target.shape) == 3 else target
+        wide = staging.shape[-1]
+        assert x.shape[1] % wide == 0
+        x = x.astype(staging.dtype)
+        corners = itertools.product(range(0, x.shape[0], BLOCK), range(0, x.shape[1], wide))
+        for index, (r, c) in enumerate(corners, first // wide * (x.shape[0] // BLOCK)):
+            at = target.at[pl.ds(place.row + r, BLOCK), pl.ds(place.column + first + c, wide)]
+            layouts.store_block(staging.at[place.warpgroup], index, at, x[r : r + BLOCK, c : c + wide], add)
 
 
 def number(refs: dict[str, Any], name: str, multiple: int = STEP) -> jax.Array | int:
@@ -128,11 +141,10 @@ class Walk:
 
 
 def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: Epilogue) -> None:
-    """The kernel's body; for `launch.run`.
+    """The kernel's body; see `launch`.
 
     `matrices` are the left and the right operand. A low-rank term adds two of the same layout, and steps to each tile.
-    Stored numbers are one matrix, whose tiles are handed on as they are. The epilogue may overwrite it: each tile is
-    read once, before anything is written in its place.
+    Stored numbers are one matrix, which the epilogue may overwrite: each tile is read once, before that.
 
     Numbers: "valid_rows" and "valid_columns" (blocks of the product behind them are skipped and left undefined),
     "valid_length" (entries sum over this many numbers, in whole steps), "finite_length" (the right operand's numbers
@@ -217,7 +229,7 @@ class Thread:
         return lax.fori_loop(0, self.product.stored, side_by_side, carry)
 
     def multiply(self) -> jax.Array:
-        """The tile's product."""
+        """The tile's product, in the layout of a wgmma accumulator."""
         product, walk, index, place = self.product, self.walk, self.index, self.place
         if product.held:
             self.held = index * walk.steps + walk.products
@@ -248,20 +260,19 @@ class Thread:
 
     def _clear(self, slot: jax.Array, finite: jax.Array) -> None:
         """Replaces the right operand's numbers from `finite` on by 0: the left's are 0 there, but 0·NaN is not."""
+        right, axis = self.ring["right"].at[slot], 1 - self.product.right_axis
+
+        def clear(block: int) -> None:
+            columns = pl.ds(block * BLOCK, BLOCK)
+            part = right.at[columns] if axis else right.at[:, columns]
+            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            ids = plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(ids < finite, values, jnp.zeros_like(values))
 
         @pl.when(finite < STEP)
         def _() -> None:
-            right, axis = self.ring["right"].at[slot], 1 - self.product.right_axis
             for block in range(self.config.columns // BLOCK):  # the two warpgroups in turn
-
-                @pl.when(self.warpgroup == block % WARPGROUPS)
-                def _(block: int = block) -> None:
-                    columns = pl.ds(block * BLOCK, BLOCK)
-                    part = right.at[columns] if axis else right.at[:, columns]
-                    values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-                    ids = plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA)
-                    part[...] = jnp.where(ids < finite, values, jnp.zeros_like(values))
-
+                pl.when(self.warpgroup == block % WARPGROUPS)(functools.partial(clear, block))
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.ring["cleared"])
             plgpu.barrier_wait(self.ring["cleared"])

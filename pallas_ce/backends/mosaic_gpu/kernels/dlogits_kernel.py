@@ -56,11 +56,8 @@ class DlogitsEpilogue(Epilogue):
                 values = jnp.where(layouts.along_columns(carry["counts"], values.shape) > 0, values, 0.0)
             for first, piece in epilogues.pieces(values, at.config.piece):
                 column = carry.get("first_column", 0) + at.column + first
-                z = self.logits.logits(refs, column, piece)
-                gradient = self._gradient(refs, column, z, carry)
-                if self.logits.ragged:
-                    gradient = jnp.where(self.logits.valid(refs, column, z.shape), gradient, 0.0)
-                self.store(refs, at, first, gradient)
+                gradient = self._gradient(refs, column, self.logits.logits(refs, column, piece), carry)
+                self.store(refs, at, first, self.logits.mask(refs, column, gradient, 0.0))
             return carry
 
         thread.each(tile, carry)

@@ -48,18 +48,14 @@ class LogitSpec:
             z = self.softcap - 2 * self.softcap / (jnp.exp2(z * (2 * LOG2E / self.softcap)) + 1.0)
         return z
 
-    def valid(self, refs: dict[str, Any], column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """`shape` bool: which entries belong to the vocabulary."""
-        return layouts.column_ids(shape) < self.rest(refs, column)
-
     def rest(self, refs: dict[str, Any], column: jax.Array) -> jax.Array:
         """How many columns from `column` on belong to the vocabulary; below 0 behind its end."""
         found: jax.Array = (refs["valid"][0] if "valid" in refs else self.columns) - column
         return found
 
-    def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array) -> jax.Array:
-        """Logits with -inf where not valid."""
-        return jnp.where(self.valid(refs, column, z.shape), z, -jnp.inf) if self.ragged else z
+    def mask(self, refs: dict[str, Any], column: jax.Array, x: jax.Array, value: float = -jnp.inf) -> jax.Array:
+        """Logits, or what is made of them, with `value` where not valid."""
+        return jnp.where(layouts.column_ids(x.shape) < self.rest(refs, column), x, value) if self.ragged else x
 
 
 def pieces(x: jax.Array, width: int | None) -> Iterator[tuple[int, jax.Array]]:
@@ -93,8 +89,7 @@ def piece_partial(
             u = layouts.columns_of(refs["u"], column, shape)
             found["weighted_sum"] = layouts.sum_of_rows(jnp.where((u != 0) & (measured != 0), u * measured, 0.0))
         else:
-            counted = jnp.where(spec.valid(refs, column, shape), measured, 0.0) if spec.ragged else measured
-            found["weighted_sum"] = layouts.sum_of_rows(counted) * spec.uniform_weight
+            found["weighted_sum"] = layouts.sum_of_rows(spec.mask(refs, column, measured, 0.0)) * spec.uniform_weight
     if "sum_weights" in fields:
         if "u" in refs:
             found["sum_weights"] = layouts.sum_of_rows(layouts.columns_of(refs["u"], column, shape))
@@ -102,8 +97,7 @@ def piece_partial(
             count: Any = float(shape[1])
             if spec.ragged:
                 count = jnp.clip(spec.rest(refs, column), 0, shape[1]).astype(jnp.float32)
-            total = spec.uniform_weight * count
-            found["sum_weights"] = layouts.constant_by_row(shape[0], total)
+            found["sum_weights"] = layouts.constant_by_row(shape[0], spec.uniform_weight * count)
     if "max" in fields:
         found["max"] = z.max(axis=1)
     if "argmax" in fields:

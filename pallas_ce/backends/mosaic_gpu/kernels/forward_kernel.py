@@ -3,10 +3,9 @@
 *The forward* measures a tile's `Partial` from the tile's own maximum. Each statistic takes one number in memory for
 each row and tile along the vocabulary. A launch works on as many rows as a budget holds.
 
-*In_forward's kernel* also keeps every logit's exponential `e^{z_ij - e_i}` in 16 bits; `backends.exponentials` derives
-their use. The reference `e_i`, near row i's lse, is known in advance, so that all tiles measure a row's sums from one
-number. The kernel also finds each row's largest logit, from which the exponentials are made again where the reference
-was a bad one. The statistics come from the unrounded values.
+*In_forward's kernel* also stores exponentials measured from a reference that is known in advance, by which all tiles
+measure a row's sums; `backends.exponentials` derives their use. If the reference was a bad one, they are made again
+from each row's largest logit, which the kernel finds.
 """
 
 import dataclasses

@@ -42,11 +42,6 @@ _MAXIMA_ARRAYS = 3
 _CANDIDATE_ARRAYS = 6
 
 
-def stored_shape(rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the stored logits, whose columns are whole groups."""
-    return operands.stored_shape(rows, operands.round_up(columns, GROUP))
-
-
 def logits(
     head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, Partial]:
@@ -56,7 +51,7 @@ def logits(
     largest logit. Both are float32, and undefined behind N rows.
     """
     of_logits, given = operands.operands("logits", head, hidden, 1, weighted_mean=False)
-    shape = stored_shape(hidden.shape[0], head.spec.vocab_size)
+    shape = operands.stored_shape(len(hidden), operands.round_up(head.spec.vocab_size, GROUP))
     outputs = {
         **forward_kernel.outputs(_FIELDS, given.product),
         "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -135,7 +130,7 @@ class StoredBlocks:
 
     def _scratch(self, rows: int) -> int:
         """Bytes of logits, maxima in full tiles, candidates and hidden states."""
-        shape = stored_shape(rows, self.spec.vocab_size)
+        shape = operands.stored_shape(rows, operands.round_up(self.spec.vocab_size, GROUP))
         stored, groups = 4 * math.prod(shape), shape[1] // GROUP
         maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, LOGITS.tile_rows) * groups
         candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP

@@ -47,18 +47,16 @@ def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
     """See `protocol.Materialized`."""
     if not (fields := fields_for(names)):
         return Partial()
-    config = tiles(head.spec.dtype.itemsize)
     if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT:  # not always: a copy would be large
         logits = apart(logits)
-    side_by_side = max(1, _PARTIAL_COLUMNS // config.columns)
-    of_logits, given = _prepare(head, logits, config, reads_logit_weights(names), side_by_side)
+    of_logits, given = _prepare(head, logits, reads_logit_weights(names))
     epilogue, name = StatisticsEpilogue(of_logits, fields, shared=True), "pallas_ce_materialized_statistics"
     return in_launches(name, given, epilogue, len(logits), schedule.PARTIALS_BYTES, None)
 
 
 def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None) -> jax.Array:
     """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them."""
-    spec, logits, labels = head.spec, batch.hidden, batch.labels
+    logits, labels = batch.hidden, batch.labels
     by_row = vectors_by_row(gradient.coefficients, gradient.reference)
     if "target" in by_row:
         assert labels is not None
@@ -67,7 +65,7 @@ def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | Non
         by_row["argmax_column"] = gradient.argmax
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
-    of_logits, given = _prepare(head, logits, tiles(spec.dtype.itemsize, _PIECE), "logit_weights" in by_row)
+    of_logits, given = _prepare(head, logits, "logit_weights" in by_row, _PIECE)
     inputs = {**{name: given.by_row(x) for name, x in by_row.items()}, **given.inputs}
 
     def write(stored: Any) -> None:
@@ -77,11 +75,10 @@ def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | Non
     return apart(pl.run_state(write)(apart(logits)))
 
 
-def _prepare(
-    head: Head, logits: jax.Array, config: Config, weighted: bool, stored: int = 1
-) -> tuple[LogitSpec, Operands]:
-    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
-    spec, u = head.spec, head.logit_weights
+def _prepare(head: Head, logits: jax.Array, weighted: bool, piece: int | None = None) -> tuple[LogitSpec, Operands]:
+    """How stored numbers become logits, which tiles there are, and u as an epilogue reads it."""
+    spec, u, config = head.spec, head.logit_weights, tiles(head.spec.dtype.itemsize, piece)
+    stored = max(1, _PARTIAL_COLUMNS // config.columns) if piece is None else 1
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # Padding's columns are included: their gradient is written as well.

@@ -7,16 +7,14 @@ vocabulary is cut into parts. XLA adds up their partial products in a fixed orde
 blocks lies in memory: the first block stores its tiles, and the copy engine adds the ones of later blocks, which takes
 neither registers nor waiting. A launch adds to every number once, so results do not vary.
 
-A bfloat16 gradient is summed over blocks in three bytes a number: a float32 number's upper 16 bits are a bfloat16, kept
-where the result will be. The next 8 bits lie in an array of their own, two columns packed into one 16-bit number. A
-block's product is thus added within 2⁻¹⁵ of the sum's magnitude, where a bfloat16 sum would be off by 2⁻⁸. The last
-block rounds the upper bits to nearest, which leaves the result.
+A bfloat16 gradient is summed over blocks in three bytes a number, its old sum coming through the ring of operands
+(`Product.held`). A float32 number's upper 16 bits are a bfloat16, kept where the result will be. The next 8 bits lie in
+an array of their own, two columns packed into one 16-bit number:
 
     bits(sum) = upper·2¹⁶ + lower·2⁸,    sum ← sum + storedᵀ·rows
 
-The old sum of a tile comes through the ring of operands (`Product.held`).
-
-Rows that do not count cost nothing: a launch reads on the device how many rows count.
+So a block's product is added within 2⁻¹⁵ of the sum's magnitude, where a bfloat16 sum would be off by 2⁻⁸. The last
+block rounds the upper bits to nearest, which leaves the result.
 """
 
 import dataclasses
@@ -110,11 +108,10 @@ class ProductEpilogue(Epilogue):
         if "row_scale" in refs:
             by_row = layouts.rows_of(refs["row_scale"], place.row, place.config.rows)
             values *= layouts.along_columns(by_row, values.shape)
-        target = refs["product"]
         row = place.row + loop.number(refs, "to_row", ROW_MULTIPLE)
-        column = place.column + loop.number(refs, "to_column", math.gcd(STEP, target.shape[-1], self.starts))
-        target = target.at[place.part] if len(target.shape) == 3 else target
-        layouts.store_piece(refs["blocks"], place.warpgroup, target, row, column, 0, values, add=add)
+        multiple = math.gcd(STEP, refs["product"].shape[-1], self.starts)
+        column = place.column + loop.number(refs, "to_column", multiple)
+        self.store(refs, place._replace(row=row, column=column), 0, values, add)
 
 
 # A warpgroup's part of a tile must have as many rows as a step has numbers of each row.
