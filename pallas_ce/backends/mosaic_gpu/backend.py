@@ -58,7 +58,7 @@ class MosaicGpuBackend(KernelBackend):
     top_k = logits_kernel.StoredBlocks
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
-        """Refuses temperatures by row, operands and precisions that the kernels do not know, and other devices."""
+        """Temperatures by row, operands that the kernels do not know or cannot read as they lie, and other devices."""
         if rows.row_temperature:
             return (
                 "its kernels know no temperature for each row; pass temperature as a Python number, which is folded "
@@ -76,8 +76,19 @@ class MosaicGpuBackend(KernelBackend):
             )
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
-        if reason := operands.refusal(spec):
-            return reason
+        if spec.hidden_size % operands.LENGTH_MULTIPLE:
+            return (
+                f"its kernels read a weight whose H is a multiple of {operands.LENGTH_MULTIPLE}, not "
+                f"{spec.hidden_size}; use 'triton' or 'xla'"
+            )
+        weight = ("[V, H]", operands.ROW_MULTIPLE), ("[H, V]", operands.LENGTH_MULTIPLE)
+        shape, multiple = weight[spec.vocab_axis]
+        if spec.weight_rows % multiple:
+            return (
+                f"its kernels read a {shape} weight whose V is a multiple of {multiple}, not {spec.weight_rows}; pad "
+                f"it to {operands.round_up(spec.weight_rows, multiple)} and pass vocab_size={spec.vocab_size}, or use "
+                "'triton' or 'xla'"
+            )
         return None if padded_share else device_refusal()  # asked for the call, where its arrays are known
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:

@@ -250,8 +250,7 @@ class Thread:
                 pl.when((k if product.held else step) > 0)(lambda: self._refill(step - 1))
 
             lax.fori_loop(0, walk.products, step, None)
-            value: jax.Array = accumulator[...]
-            return value
+            return accumulator[...]
 
         value = pl.run_scoped(accumulated, plgpu.ACC((self.config.rows, self.config.columns), jnp.float32))
         if product.held:  # the ring's next slots hold the sum, not operands

@@ -50,8 +50,7 @@ class LogitSpec:
 
     def rest(self, refs: dict[str, Any], column: jax.Array) -> jax.Array:
         """How many columns from `column` on belong to the vocabulary; below 0 behind its end."""
-        found: jax.Array = (refs["valid"][0] if "valid" in refs else self.columns) - column
-        return found
+        return (refs["valid"][0] if "valid" in refs else self.columns) - column
 
     def mask(self, refs: dict[str, Any], column: jax.Array, x: jax.Array, value: float = -jnp.inf) -> jax.Array:
         """Logits, or what is made of them, with `value` where not valid."""

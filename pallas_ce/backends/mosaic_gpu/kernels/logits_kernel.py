@@ -57,9 +57,8 @@ def logits(
         "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
         "maxima": jax.ShapeDtypeStruct((shape[1] // GROUP, given.product.padded_rows), jnp.float32),
     }
-    inputs = {}
-    if inverse_temperature is not None:
-        inputs["inverse_temperature"] = given.by_row(inverse_temperature.astype(jnp.float32), 1)
+    inverse = None if inverse_temperature is None else given.by_row(inverse_temperature.astype(jnp.float32), 1)
+    inputs = {"inverse_temperature": inverse}
     found = given.run("pallas_ce_logits", LogitsEpilogue(of_logits), outputs, inputs)
     partial = jax.tree.map(lambda x: x[: len(hidden)], forward_kernel.read(found, _FIELDS))
     return found["logits"], found["maxima"], partial

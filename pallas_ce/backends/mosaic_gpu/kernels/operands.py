@@ -1,8 +1,8 @@
 """A kernel's operands, from a head and a block of rows: matrices as TMA reads them, and padded vectors.
 
 Mosaic has TMA read global memory in the tiles that shared memory has, and wgmma's are 8 rows of at least 16 elements: a
-matrix has a multiple of 8 rows, whose length is a multiple of 16. The weight is read where it lies, and no copy is made
-of it; `refusal` names heads of other sizes. Hidden states and stored logits are padded where need be.
+matrix has a multiple of 8 rows, whose length is a multiple of 16. The weight is read where it lies, so that heads of
+other sizes are refused. Hidden states and stored logits are padded where need be.
 """
 
 import dataclasses
@@ -27,22 +27,6 @@ _VOCABULARY_PER_PADDING = 64
 
 # Mosaic wants every array to begin at a multiple of these bytes.
 ALIGNMENT = 256
-
-
-def refusal(spec: HeadSpec) -> str | None:
-    """Why the kernels cannot read the weight where it lies, as the end of a sentence; None where they can."""
-    if spec.hidden_size % LENGTH_MULTIPLE:
-        return (
-            f"its kernels read a weight whose H is a multiple of {LENGTH_MULTIPLE}, not {spec.hidden_size}; "
-            "use 'triton' or 'xla'"
-        )
-    shape, multiple = (("[V, H]", ROW_MULTIPLE), ("[H, V]", LENGTH_MULTIPLE))[spec.vocab_axis]
-    if spec.weight_rows % multiple == 0:
-        return None
-    return (
-        f"its kernels read a {shape} weight whose V is a multiple of {multiple}, not {spec.weight_rows}; pad it to "
-        f"{round_up(spec.weight_rows, multiple)} and pass vocab_size={spec.vocab_size}, or use 'triton' or 'xla'"
-    )
 
 
 def padded_spec(spec: HeadSpec) -> HeadSpec:
