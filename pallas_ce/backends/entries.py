@@ -16,6 +16,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, fields_of, spread
 from pallas_ce.streaming.loops import device_cond
 
@@ -42,9 +43,8 @@ def existing(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
         entries, hidden = head.weight.at[:, columns].get(mode="promise_in_bounds"), hidden.T
     products = (_operand(hidden, spec) * _operand(entries, spec)).sum(axis=1 - spec.vocab_axis)
     if head.up is not None:
-        assert batch.low is not None
         ups = head.up.at[columns].get(mode="promise_in_bounds")
-        products += (_operand(batch.low, spec) * _operand(ups, spec)).sum(axis=1)
+        products += (_operand(present(batch.low), spec) * _operand(ups, spec)).sum(axis=1)
     bias = None if head.bias is None else head.bias[columns]
     found = head.cap(products, bias)
     return found if batch.inverse_temperature is None else found * batch.inverse_temperature
@@ -66,8 +66,7 @@ def with_targets(partial: Partial, head: Head, batch: Batch, names: frozenset[st
     """`partial` with the targets' logits, if they are among the statistics in `names`."""
     if "target_logit" not in fields_of(names):
         return partial
-    assert batch.labels is not None
-    return partial._replace(target_logit=logits(head, batch, batch.labels))
+    return partial._replace(target_logit=logits(head, batch, present(batch.labels)))
 
 
 def exact(head: Head, batch: Batch, gradient: Gradient) -> Entries:

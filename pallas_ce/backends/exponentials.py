@@ -42,6 +42,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import exponent_above, power_of_two
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, from_reference, spread
 from pallas_ce.statistics.table import log_sum
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, WeightGradient
@@ -144,8 +145,7 @@ class Block(abc.ABC):
             fits |= head.valid_columns == 0
         bad_rows = self._all_rows_unless(fits)
         # Sums measured from a bad reference may have overflowed; the maxima are what they are.
-        assert partial.max is not None
-        reference = jnp.where(bad_rows == 0, reference, _usable(partial.max))
+        reference = jnp.where(bad_rows == 0, reference, _usable(present(partial.max)))
         again, exponentials = self.exponentials(reference, names, (bad_rows, exponentials))
         partial = jax.tree.map(lambda first, second: jnp.where(bad_rows == 0, first, second), partial, again())
         partial = from_reference(partial, reference)
@@ -190,8 +190,7 @@ class Block(abc.ABC):
             scaled, late = self._scaled(batch.hidden, scale, factor)
             weight, *_, bits = self.for_weight(operand, scaled, total._replace(scale=late))
         if up_sum is not None:
-            assert batch.low is not None
-            scaled, late = self._scaled(batch.low, scale, factor)
+            scaled, late = self._scaled(present(batch.low), scale, factor)
             product = head.matmul(operand, scaled, (0, 0))
             up_sum += pad(product if late is None else late * product, up_sum.shape)
         if bias_sum is not None:
@@ -204,9 +203,8 @@ class Block(abc.ABC):
 
     def _with_scale(self, gradient: Gradient, stash: Stash, replaced: entries.Entries) -> tuple[jax.Array, jax.Array]:
         """E and s, `[n]`, from references by which the entries that are to be replaced fit."""
-        bounds, largest, prob = _RANGES[self.head.spec.dtype.name], gradient.reference, gradient.coefficients.prob
-        assert largest is not None
-        assert prob is not None
+        bounds, largest = _RANGES[self.head.spec.dtype.name], present(gradient.reference)
+        prob = present(gradient.coefficients.prob)
         # With a logit of +inf the others' exponentials are 0 by any factor.
         scale = prob * jnp.exp(jnp.where(jnp.isinf(largest), 0.0, stash.reference - largest))
         bad_rows, least = jnp.int32(0), jnp.abs(prob)

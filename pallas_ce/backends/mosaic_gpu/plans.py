@@ -75,20 +75,21 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
     Cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work.
     """
     del sms
-    budget, choices, step = min(scratch_bytes, _RECOMPUTE_BYTES), [], COLUMN_STEP
+    budget, choices = min(scratch_bytes, _RECOMPUTE_BYTES), []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
         rows = min(tokens, operands.round_up(_even_rows(tokens, blocks), _BLOCK_ROWS))
         scratch = functools.partial(_scratch, spec, "recompute", rows, blocks=blocks)
         # All of the vocabulary, or the largest multiples of a step within the budget.
-        most, widths = spec.vocab_size // step, [spec.vocab_size]
+        most, widths = spec.vocab_size // COLUMN_STEP, [spec.vocab_size]
         if scratch(spec.vocab_size) > budget:
-            while most and (taken := scratch(most * step)) > budget:
+            while most and (taken := scratch(most * COLUMN_STEP)) > budget:
                 most = min(most - 1, budget * most // taken)
-            widths = [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
+            widths = [COLUMN_STEP * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
         choices += [(_recompute_cost(spec, tokens, blocks, rows, width), blocks, rows, width) for width in widths]
     least = 0.0, 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP)
-    _, blocks, *tile = min(choices, default=least)
-    return Plan(*tile, _scratch(spec, "recompute", *tile, blocks=blocks), spec.vocab_size, skips_rows=True)
+    _, blocks, rows, columns = min(choices, default=least)
+    taken = _scratch(spec, "recompute", rows, columns, blocks=blocks)
+    return Plan(rows, columns, taken, spec.vocab_size, skips_rows=True)
 
 
 def _even_rows(tokens: int, blocks: int) -> int:

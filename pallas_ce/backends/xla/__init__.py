@@ -151,9 +151,7 @@ class XlaBackend(Backend):
         zeros = head.row_sums(batch, gradient.needs)
         weight = None if to is None else to.array
         found = tiles.for_each(body, sums._replace(hidden=zeros.hidden, weight=weight, down=zeros.down))
-        if narrow:
-            return found, None
-        return found.of(BY_ROW, lambda x: x / factor), None
+        return (found if narrow else found.of(BY_ROW, lambda x: x / factor)), None
 
 
 BACKEND = XlaBackend()

@@ -21,6 +21,7 @@ from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilo
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, FREE_BYTES, WARPGROUPS, Config, Product
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, fields_for, reads_logit_weights
 from pallas_ce.streaming.tiles import pad
 
@@ -56,11 +57,10 @@ def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
 
 def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None) -> jax.Array:
     """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them."""
-    logits, labels = batch.hidden, batch.labels
+    logits = batch.hidden
     by_row = vectors_by_row(gradient.coefficients, gradient.reference)
     if "target" in by_row:
-        assert labels is not None
-        by_row["labels"] = labels
+        by_row["labels"] = present(batch.labels)
     if gradient.argmax is not None:
         by_row["argmax_column"] = gradient.argmax
     if valid is not None:
