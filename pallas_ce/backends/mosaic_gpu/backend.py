@@ -197,9 +197,8 @@ class MosaicBlock(KernelBlock):
         shape = count, given.matrices[0].shape[0], size
         outputs = {"product": jax.ShapeDtypeStruct(shape, dtype if count == 1 else jnp.float32)}
         numbers = {"valid_rows": self.valid_rows, "finite_length": self.head.valid_columns}
-        found = given.run(
-            "pallas_ce_for_hidden", ProductEpilogue(), outputs, {"row_scale": given.by_row(scale)}, numbers
-        )
+        inputs = {"row_scale": given.by_row(scale)}
+        found = given.run("pallas_ce_for_hidden", ProductEpilogue(), outputs, inputs, numbers)
         return found["product"].sum(axis=0, dtype=jnp.float32)[:rows].astype(dtype)
 
     def add_for_hidden(self, dlogits: jax.Array, total: jax.Array, part: Columns, block: RowBlock) -> jax.Array:
@@ -216,27 +215,30 @@ class MosaicBlock(KernelBlock):
 
     def _hidden_operands(self, stored: jax.Array) -> Operands:
         """The weight counts as 0 from its entry `valid_columns` on, whatever it is; `stored` is 0 there."""
-        weight = apart(self.head.weight.astype(self.head.spec.dtype))
-        return product_kernel.hidden_operands(stored, weight, self.head.spec.vocab_axis)
+        head, size, axis = self.head, self.head.spec.hidden_size, self.head.spec.vocab_axis
+        weight, config = apart(head.weight.astype(head.spec.dtype)), product_kernel.hidden_config(len(stored), size)
+        blocks, stored = (config.row_blocks(len(stored)), config.column_blocks(size)), operands.padded(stored)
+        return Operands(schedule.Product(config, *blocks, stored.shape[1], right_axis=1 - axis), (stored, weight))
 
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
     ) -> WeightGradient:
         """In place, without rows from `valid_rows` on."""
         (whole, adds, late, tile, bits), axis, size = total, self.head.spec.vocab_axis, self.head.spec.vocab_size
-        starts, valid, numbers = size if axis and part is not None else 0, self.valid_rows, {}
+        starts, valid = size if axis and part is not None else 0, self.valid_rows
+        epilogue: ProductEpilogue | NarrowSumEpilogue
+        numbers: dict[str, Any]
         if part is not None:
             # A sum of the part alone: the last part starts early, and its own columns come last in it.
             alone = dataclasses.replace(part, start=part.start - jnp.minimum(part.start, size - part.size))
             part = self._less(alone if tile is None else part)
         replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
-        narrow, outputs, epilogue = product_kernel.NARROW_CONFIG, {"product": whole}, NarrowSumEpilogue()
-        config = product_kernel.weight_config(operand.shape[1], rows.shape[1], axis) if bits is None else narrow
-        given = product_kernel.weight_operands(operand, rows, axis, config, held=bits is not None)
-        # Nothing is added where no row is valid.
+        outputs = {"product": whole}
         if bits is None:
+            config = product_kernel.weight_config(operand.shape[1], rows.shape[1], axis)
+            given = product_kernel.weight_operands(operand, rows, axis, config)
             limit: Any = operand.shape[1] if part is None or part.count is None else part.count
-            if valid is not None and replaced is not True:
+            if valid is not None and replaced is not True:  # nothing is added where no row is valid
                 limit = jnp.where(replaced | (valid > 0), limit, 0)
             numbers = {
                 "valid_length": valid,
@@ -247,7 +249,9 @@ class MosaicBlock(KernelBlock):
             name, epilogue = "pallas_ce_for_weight", ProductEpilogue(starts, adds=replaced is not True)
         else:
             assert self.last is not None
-            name, outputs["lower"], numbers = "pallas_ce_add_for_weight", bits, {"first": replaced, "last": self.last}
+            given = product_kernel.weight_operands(operand, rows, axis, product_kernel.NARROW_CONFIG, held=True)
+            name, epilogue, outputs["lower"] = "pallas_ce_add_for_weight", NarrowSumEpilogue(), bits
+            numbers = {"first": replaced, "last": self.last}
             if valid is not None:
                 needed = replaced | self.last | (valid > 0)
                 numbers |= {"valid_length": valid, "valid_rows": jnp.where(needed, given.matrices[0].shape[1], 0)}

@@ -55,7 +55,7 @@ class Epilogue(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, refs: dict[str, Any], place: Place, thread: "Thread") -> None:
-        """Calls `thread.multiply` or `each` once; a product hides the wait for what is read before it."""
+        """Calls `thread.multiply` or `each` once; a product hides the wait for numbers read before it."""
 
     def store(
         self, refs: dict[str, Any], place: Place, first: int, x: jax.Array, add: jax.Array | bool = False

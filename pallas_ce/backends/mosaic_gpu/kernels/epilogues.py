@@ -53,7 +53,7 @@ class LogitSpec:
         return (refs["valid"][0] if "valid" in refs else self.columns) - column
 
     def mask(self, refs: dict[str, Any], column: jax.Array, x: jax.Array, value: float = -jnp.inf) -> jax.Array:
-        """Logits, or what is made of them, with `value` where not valid."""
+        """Logits, or numbers made of them, with `value` where not valid."""
         return jnp.where(layouts.column_ids(x.shape) < self.rest(refs, column), x, value) if self.ragged else x
 
 

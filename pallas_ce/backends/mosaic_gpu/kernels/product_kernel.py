@@ -71,15 +71,9 @@ def parts(config: Config, rows: int, hidden_size: int, vocab_size: int) -> int:
     return 1 + next(i for i, t in enumerate(times) if t <= min(times) + _NEGLIGIBLE)
 
 
-def hidden_operands(stored: jax.Array, weight: jax.Array, vocab_axis: int) -> Operands:
-    """Of the product `stored·weight [n, H]`."""
-    rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
-    config, stored = hidden_config(rows, hidden_size), padded(stored)
-    blocks = config.row_blocks(rows), config.column_blocks(hidden_size)
-    return Operands(Product(config, *blocks, stored.shape[1], right_axis=1 - vocab_axis), (stored, weight))
-
-
-def weight_operands(stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config, *, held: bool) -> Operands:
+def weight_operands(
+    stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config, *, held: bool = False
+) -> Operands:
     """Of the product `storedᵀ·rows` in the weight's layout."""
     stored, rows = padded(stored), padded(apart(rows))
     left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
