@@ -43,10 +43,10 @@ def assert_close(actual, desired, rtol=2e-5, atol=1e-6):
     jax.tree.map(lambda a, d: np.testing.assert_allclose(a, d, rtol=rtol, atol=atol), actual, desired)
 
 
-def assert_agrees(apply, canonical, params, hidden, labels):
+def assert_agrees(apply, canonical, params, hidden, labels, *bounds):
     """Loss and gradients of parameters and hidden states: the head's are the canonical loss's."""
     actual = jax.value_and_grad(lambda params, hidden: apply(params, hidden, labels), argnums=(0, 1))(params, hidden)
-    assert_close(actual, jax.value_and_grad(canonical, argnums=(0, 1))(params, hidden))
+    assert_close(actual, jax.value_and_grad(canonical, argnums=(0, 1))(params, hidden), *bounds)
 
 
 def initialised(head, *given):

@@ -84,7 +84,9 @@ def test_gradients_are_added_to_sums_which_stay_where_they_are(layout: Layout, m
         jax.tree.map(np.testing.assert_array_equal, step(*given), got)
 
 
-def differentiated(local: Callable[..., Any], axes: Any, specs: Any, argnums: Any, inside: bool, checked: bool) -> Any:
+def differentiated(
+    local: Callable[..., Any], axes: Any, specs: Any, argnums: Any, inside: bool, checked: bool, **manual: Any
+) -> Any:
     """Value and gradients of `local`'s sum over the axes that split the rows, taken inside a shard_map or outside."""
 
     def add(x: Any) -> Any:
@@ -103,7 +105,7 @@ def differentiated(local: Callable[..., Any], axes: Any, specs: Any, argnums: An
     if inside:
         out_specs = P(), tuple(specs[i] for i in argnums)
         return jax.shard_map(part_with_gradients, mesh=mesh(), in_specs=specs, out_specs=out_specs, check_vma=checked)
-    mapped = jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked)
+    mapped = jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked, **manual)
     return jax.value_and_grad(mapped, argnums)
 
 
@@ -116,25 +118,7 @@ def normalised(vocabulary: int, low_rank: bool) -> tuple[Any, Any, Any]:
     return given, count, gradients(reference)(*given)
 
 
-@pytest.mark.nightly(keep=4)
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS, **IDS)
-def test_a_loss_inside_shard_map(layout: Layout, mode: str, inside: bool, checked: bool) -> None:
-    """By axis name, differentiated inside and outside."""
-    layout = layout.with_term((mode == MODES[0]) == (layout in LAYOUTS[::2]))
-    grad: Any = None if checked else "inside" if inside else "outside"
-    given, count, want = normalised(layout.vocabulary, layout.low_rank)
-    local = functools.partial(
-        loss, padded=True, vocabulary=layout.vocabulary, backward=mode, normalizer=count,
-        mesh_axes=MeshAxes(**layout.axes, grad=grad),
-    )  # fmt: skip
-    function = differentiated(local, layout.only_rows, layout.specs, DIFFERENTIATED, inside, checked)
-    same(jax.jit(function)(*given), want)
-
-
-# The last one's vocabulary cannot be split over `tensor`.
+# On a mesh whose other axis is left automatic; the last one's vocabulary cannot be split over `tensor`.
 IN_PART = (
     Layout("DP 2", P("data"), P(), low_rank=True),
     Layout("FSDP 2 over V", P("data"), P("data"), vocabulary=32),
@@ -143,26 +127,30 @@ IN_PART = (
 )
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "inside"),
+    [(layout, x) for each in zip(IN_PART, LAYOUTS[:4], LAYOUTS[4:], strict=True) for layout in each
+     for x in (False, True) if not (x and layout in IN_PART)],
+    **IDS,
+)  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", IN_PART, **IDS)
-def test_a_loss_inside_a_shard_map_that_leaves_an_axis_automatic(layout: Layout, mode: str, checked: bool) -> None:
-    """With the weight split over that axis as well, or not."""
+def test_a_loss_inside_shard_map(layout: Layout, mode: str, inside: bool, checked: bool) -> None:
+    """By axis name, differentiated inside and outside; and with the weight split over an automatic axis as well."""
+    in_part = layout in IN_PART
+    layout = layout if in_part else layout.with_term((mode == MODES[0]) == (layout in LAYOUTS[::2]))
+    grad: Any = None if checked else "inside" if inside else "outside"
     given, count, want = normalised(layout.vocabulary, layout.low_rank)
     local = functools.partial(
         loss, padded=True, vocabulary=layout.vocabulary, backward=mode, normalizer=count,
-        mesh_axes=MeshAxes(**layout.axes, grad=None if checked else "outside"),
+        mesh_axes=MeshAxes(**layout.axes, grad=grad),
     )  # fmt: skip
-
-    def part(*given: Any) -> Any:
-        return jax.lax.psum(local(*given), layout.only_rows) if layout.only_rows else local(*given)
-
-    on = mesh()
     if layout.name == "FSDP 2 over H":
-        given = (given[0], jax.device_put(given[1], NamedSharding(on, P("tensor", "data"))), *given[2:])
-    mapped = jax.shard_map(part, mesh=on, in_specs=layout.specs, out_specs=P(), axis_names={"data"}, check_vma=checked)
-    same(jax.jit(gradients(mapped))(*given), want)
+        given = (given[0], jax.device_put(given[1], NamedSharding(mesh(), P("tensor", "data"))), *given[2:])
+    manual: Any = {"axis_names": {"data"}} if in_part else {}
+    function = differentiated(local, layout.only_rows, layout.specs, DIFFERENTIATED, inside, checked, **manual)
+    same(jax.jit(function)(*given), want)
 
 
 def test_sampled_classes_inside_shard_map() -> None:

@@ -13,50 +13,14 @@ from pallas_ce.statistics.gradient import (
     Coefficients,
     dlogits,
     exponent_above,
-    from_cotangents,
-    measured_from_largest,
     normalise,
     power_of_two,
-    saved_statistics,
 )
-from pallas_ce.statistics.row import finalise, partial_of_tile
-from tests.pallas_ce.checks import relative_error
 
 N, V = 6, 17
-PRIMITIVES = (
-    "lse", "target_logit", "log_prob", "mean_logit", "mean_log_prob", "entropy", "sum_sq_probs", "max_logit",
-    "varentropy",
-)  # fmt: skip
 COLUMNS = jnp.arange(V, dtype=jnp.int32)
 LABELS = jnp.array([0, 3, -1, V - 1, 5, 5], jnp.int32)
 U = jnp.linspace(-1, 2, V)
-
-
-def _statistics(logits: jax.Array, *names: str) -> dict[str, jax.Array]:
-    return finalise(partial_of_tile(logits, COLUMNS, None, LABELS, U, frozenset(names)), frozenset(names))
-
-
-def _dlogits(logits: jax.Array, cotangents: dict[str, jax.Array], softcap: float | None = None) -> jax.Array:
-    """As the modes form them: from the statistics that `saved_statistics` names, and no others."""
-    saved = _statistics(logits, *saved_statistics(frozenset(cotangents)))
-    coefficients = measured_from_largest(from_cotangents(cotangents, saved), saved.get("log_sum"))
-    top, argmax = saved.get("max_logit"), saved.get("argmax")
-    return dlogits(coefficients, logits, top, COLUMNS, None, LABELS, argmax, U, softcap)
-
-
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("names", [*[(name,) for name in PRIMITIVES], PRIMITIVES])
-def test_dlogits_are_the_derivative_of_the_statistics(names: tuple[str, ...], softcap: float | None) -> None:
-    rng = np.random.default_rng(0)
-    raw = jnp.asarray(rng.normal(size=(N, V)) * 2, jnp.float32)
-    cotangents = {name: jnp.asarray(rng.normal(size=N), jnp.float32) for name in names}
-
-    def capped(raw: jax.Array) -> jax.Array:
-        return raw if softcap is None else softcap * jnp.tanh(raw / softcap)
-
-    _, vjp = jax.vjp(lambda raw: _statistics(capped(raw), *names), raw)
-    got = jax.jit(lambda raw: _dlogits(capped(raw), cotangents, softcap))(raw)
-    assert relative_error(got, vjp(cotangents)[0]) < 2e-6
 
 
 magnitudes = st.integers(-120, 100).map(lambda exponent: 2.0**exponent) | st.just(0.0)

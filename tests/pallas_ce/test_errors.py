@@ -169,6 +169,11 @@ OF_ONE: dict[str, list[Row]] = {
         ({"temperature": np.ones(4), **KERNELS}, ValueError, "Python number"),
         ({"labels": LABELS + 7, "validate_labels": True}, ValueError, r"labels\[0\]=7 is neither"),
         ({"hidden": HIDDEN[0], "labels": LABELS[0], "shift": 1}, ValueError, "an axis of positions; hidden is a singl"),
+        ({"support": jnp.zeros((4, 2))}, TypeError, "support has dtype float32"),
+        *(({"support": np.zeros(shape, int)}, ValueError, rf"support has shape {re.escape(str(shape))}")
+          for shape in ((4,), (4, 0), (3, 2))),
+        ({"labels": np.zeros((4, 2), int), "support": np.zeros((4, 2), int)}, ValueError,
+         r"one label of each row, \(4,\), and labels have shape \(4, 2\)"),
     ],
     "linear_top_k": [
         ({"k": 4, "vocab_size": 3}, ValueError, "k=4 must be an int between 1 and vocab_size=3"),

@@ -136,12 +136,11 @@ every_way = pytest.mark.parametrize(
 )
 
 
-def _closed(name: str, implementation: Any, count: int) -> Any:
+def _closed(name: str, implementation: Any, count: int, *sides: str) -> Any:
     """Results and gradients where all entries from that one on have a bias of -inf, in little scratch."""
     bias = jnp.where(jnp.arange(V) < count, 0.0, -jnp.inf)
-    options: dict[str, Any] = {"bias": bias}
-    if name in DISTILLATIONS:
-        options["teacher_bias"] = bias
+    sides = sides or (("bias", "teacher_bias") if name in DISTILLATIONS else ("bias",))
+    options: dict[str, Any] = dict.fromkeys(sides, bias)
     if name == "linear_row_statistics":
         options["logit_weights"] = jnp.exp(bias) / max(count, 1)
     chosen = {} if implementation is None else {"implementation": implementation}
@@ -159,7 +158,29 @@ def test_entries_of_minus_infinity_are_as_if_they_were_not_there(name: str, impl
 @pytest.mark.nightly(keep=8)
 @every_way
 def test_rows_without_a_distribution_have_gradient_zero(name: str, implementation: Any) -> None:
-    assert not any(np.any(gradient) for gradient in _closed(name, implementation, 0)[1])
+    found, gradients = _closed(name, implementation, 0)
+    assert not any(np.any(gradient) for gradient in gradients)
+    if name == "linear_row_statistics":
+        for field, want in {"lse": -np.inf, "max_logit": -np.inf, "argmax": 0, "entropy": 0, "varentropy": 0}.items():
+            np.testing.assert_array_equal(getattr(found, field), np.where(FEW < 0, 0, want), err_msg=field)
+
+
+@pytest.mark.nightly(keep=8)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize(
+    ("name", "side", "count", "want"),
+    [
+        ("forward_kl", "bias", 17, np.inf),
+        ("reverse_kl", "teacher_bias", 17, np.inf),
+        *((name, side, 0, 0.0) for name in DISTILLATIONS for side in ("bias", "teacher_bias")),
+    ],
+)
+def test_an_infinite_divergence_and_a_head_without_a_distribution_have_no_gradient(
+    name: str, side: str, count: int, want: float, implementation: str
+) -> None:
+    found, gradients = _closed(name, implementation, count, side)
+    assert found == want
+    assert not any(np.any(gradient) for gradient in gradients)
 
 
 @pytest.mark.parametrize("name", ["linear_top_k", "linear_sample", "linear_sample of the 3 largest"])
@@ -229,7 +250,7 @@ def test_temperatures_outside_their_range_are_refused_with_its_bounds(name: str,
         HEADS[name](LARGE["hidden"], LARGE["weight"], ROWS, temperature=wrong)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(keep=1)
 @every_function
 def test_no_tracer_outlives_its_trace(name: str) -> None:
     """JAX's leak check finds whatever a cache or a partitioner keeps of a call's arrays."""

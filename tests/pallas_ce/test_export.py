@@ -1,4 +1,4 @@
-"""JAX's own tools on one device: `jax.export`, of fixed and of symbolic sizes, and the check for leaked tracers."""
+"""JAX's own tools on one device: `jax.export`, of fixed and of symbolic sizes."""
 
 import functools
 from collections.abc import Callable
@@ -77,8 +77,3 @@ def test_a_fixed_batch_is_filled_up_with_ignored_rows() -> None:
     found = loss, (of_hidden[: HIDDEN.shape[0]], of_weight)
     want = gradients(HIDDEN, WEIGHT, LABELS)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, want)
-
-
-def test_a_loss_with_gradients_leaves_no_tracer_behind() -> None:
-    with jax.checking_leaks():
-        jax.jit(gradients)(HIDDEN, WEIGHT, LABELS)

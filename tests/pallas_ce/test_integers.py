@@ -48,16 +48,12 @@ def _of_logits(function: Any) -> Callable[[Any, int], Any]:
     return lambda ids, v: function(HIDDEN @ _weight(v).T, ids)
 
 
-def _crf(ids: Any, v: int, **options: Any) -> Any:
+def _crf(ids: Any, v: int) -> Any:
     emissions, transitions = (
         HIDDEN @ _weight(v).T,
         jnp.outer(jnp.sin(jnp.arange(1.0 * v)), jnp.cos(jnp.arange(1.0 * v))),
     )
-    return linear_chain_crf(emissions.reshape(2, 3, v), ids.reshape(2, 3), transitions, reduction="none", **options)
-
-
-def _crf_mask(ids: Any, v: int) -> Any:
-    return _crf(ids, v, mask=jnp.array([[True, True, False], [True, False, False]]))
+    return linear_chain_crf(emissions.reshape(2, 3, v), ids.reshape(2, 3), transitions, reduction="none")
 
 
 def _post_training(ids: Any, v: int) -> Any:
@@ -123,7 +119,6 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "selective_log_softmax": _of_logits(selective_log_softmax),
     "selective_log_softmax of several": lambda ids, v: selective_log_softmax(_weight(v).T[:2], ids.reshape(2, 3)),
     "linear_chain_crf": _crf,
-    "linear_chain_crf with a mask": _crf_mask,
     "a sampler's ids": _sampled,
     "a registered loss": _of_logits(lambda z, ids: build_loss_fn({"loss_fn": "cross_entropy"})(z, ids)),
     "a loss with z_loss added": _of_logits(

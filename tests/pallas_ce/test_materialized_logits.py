@@ -64,20 +64,6 @@ def test_no_tokens_and_no_vocabulary_give_zero(n: int, v: int, reduction: Any) -
     assert mean_squared_lse(logits, labels) == 0
 
 
-BATCH = np.random.default_rng(1).normal(size=(3, 8, 21)).astype(np.float32)
-LABELS = np.random.default_rng(2).integers(-1, 22, size=(3, 8))
-
-
-def test_the_regulariser_by_itself_is_the_z_part() -> None:
-    logits, labels = jnp.asarray(BATCH), jnp.asarray(LABELS)
-
-    def part(z: Any) -> Any:
-        return cross_entropy(z, labels, z_loss=1.0) - cross_entropy(z, labels)
-
-    got = jax.value_and_grad(lambda z: mean_squared_lse(z, labels))(logits)
-    assert_close(got, jax.value_and_grad(part)(logits), 1e-5, floor=1e-6)
-
-
 def _plain(logits: Any, index: Any) -> Any:
     """In the dtype of `logits`; entries outside the vocabulary are 0."""
     log_probs = jax.nn.log_softmax(logits)

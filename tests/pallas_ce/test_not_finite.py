@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 import pallas_ce as P
-from pallas_ce.statistics.row import add, finalise, from_reference, merge, partial_of_tile, without_columns
-from pallas_ce.statistics.table import PRIMITIVES, Partial
 from tests.pallas_ce.cases import CASES, DISTILLATIONS, Sizes, Way
 from tests.pallas_ce.checks import with_gradients
 from tests.pallas_ce.spoilt import SIZES, check
@@ -130,53 +128,6 @@ def test_a_weight_of_no_token_does_not_hide_a_nan() -> None:
     assert np.isnan(values[0])
     assert values[1] > 0
     assert values[2] == 0
-
-
-EVERY = frozenset(PRIMITIVES)
-TILES = {
-    "nothing": [-np.inf, -np.inf],
-    "numbers": [1.0, 3.0],
-    "larger": [7.0, 2.0],
-    "nan": [2.0, np.nan],
-    "nan first": [np.nan, 9.0],
-    "inf": [np.inf, 1.0],
-}
-
-
-@jax.jit
-def _joined(values: jax.Array) -> dict[str, Any]:
-    """The statistics of two tiles `[2, c]`, joined in every way: compiled, as XLA's maxima on a CPU drop NaN then."""
-
-    def part(tile: int) -> Partial:
-        columns = jnp.arange(2) + 2 * tile
-        u, labels = jnp.full(2, 0.25), jnp.array([0])
-        return partial_of_tile(values[tile][None], columns, None, labels, u, EVERY)
-
-    def measured(tile: int, at: Partial) -> Partial:
-        return Partial(max=at.max, sum_exp=jnp.exp(values[tile] - 4.0).sum()[None], argmax=at.argmax)
-
-    a, b = part(0), part(1)
-    return {
-        "merged": finalise(merge(a, b), EVERY),
-        "swapped": finalise(merge(b, a), EVERY),
-        "with nothing": finalise(merge(merge(without_columns(a), merge(a, without_columns(a))), b), EVERY),
-        "added": finalise(from_reference(add(measured(0, a), measured(1, b)), jnp.full(1, 4.0)), EVERY),
-    }
-
-
-@pytest.mark.parametrize("first", TILES)
-@pytest.mark.parametrize("second", TILES)
-def test_parts_are_joined_as_if_they_were_one(first: str, second: str) -> None:
-    z = jnp.asarray(TILES[first] + TILES[second], jnp.float32)
-    nan = bool(jnp.isnan(z).any() | jnp.isposinf(z).any())
-    want = {"max_logit": z.max(), "lse": jax.nn.logsumexp(z)}
-    for how, found in _joined(z.reshape(2, 2)).items():
-        of_all = dict.fromkeys(("entropy", "sum_sq_probs", "varentropy"), jnp.float32(np.nan if nan else 0.0))
-        for name, right in (want if how == "added" else want | of_all).items():
-            np.testing.assert_array_equal(np.isnan(found[name][0]), np.isnan(right), err_msg=f"{how} {name}")
-            if name in want:
-                np.testing.assert_allclose(found[name][0], right, rtol=1e-6, err_msg=f"{how} {name}")
-        assert found["argmax"][0] == jnp.argmax(z), how
 
 
 KERNELS = ("mosaic_gpu", "triton", "xla")

@@ -49,21 +49,6 @@ def test_every_built_in_loss_is_the_same_mean_over_the_labels_that_count(name: s
     assert_close(got, want, 1e-5, floor=1e-6)
 
 
-def test_the_z_loss_wraps_a_users_loss_of_either_kind() -> None:
-    register_loss("mean_logit", lambda logits, labels: jnp.mean(logits))
-    register_loss("mean_product", lambda hidden, weight, labels: jnp.mean(hidden @ weight.T), takes="hidden")
-
-    def want(hidden: Any, weight: Any) -> Any:
-        return jnp.mean(hidden @ weight.T) + _plain(hidden, weight, z_loss=0.3) - _plain(hidden, weight)
-
-    exact = jax.value_and_grad(want, (0, 1))(HIDDEN, WEIGHT)
-    for name in ("mean_logit", "mean_product"):
-        got = jax.value_and_grad(
-            lambda h, w, name=name: _called({"loss_fn": name, "z_loss_weight": 0.3}, h, w), (0, 1)
-        )(HIDDEN, WEIGHT)
-        assert_close(got, exact, 1e-5, floor=2e-6)
-
-
 @pytest.mark.parametrize("name", ["mine", *BUILT_IN])
 def test_a_weight_of_zero_adds_no_work(name: str) -> None:
     register_loss("mine", lambda logits, labels: jnp.mean(logits))
@@ -154,18 +139,25 @@ def test_a_loss_of_another_order_of_arguments_is_refused(loss_fn: Any, takes: An
 
 
 @pytest.mark.parametrize("options", [{"bias": jnp.arange(11.0) / 3}, {"vocab_size": 5}, {"ignore_index": 5}, {}])
-def test_the_z_loss_of_a_users_loss_is_of_the_labels_and_the_head_of_the_call(options: Any) -> None:
-    register_loss("nothing", lambda hidden, weight, labels, **options: jnp.zeros(()), takes="hidden")
-    register_loss("no_logits", lambda logits, labels, **options: jnp.zeros(()))
-    logits = HIDDEN @ WEIGHT.T + options.get("bias", 0)
-    logits = logits[..., : options.get("vocab_size")]
-    counts = (LABELS >= 0) & (logits.shape[-1] > LABELS) & (options.get("ignore_index", -100) != LABELS)
-    want = 0.5 * jnp.where(counts, jax.nn.logsumexp(logits, -1) ** 2, 0).sum() / counts.sum()
-    config = {"loss_fn": "nothing", "z_loss_weight": 0.5}
-    np.testing.assert_allclose(build_loss_fn(config)(HIDDEN, weight=WEIGHT, labels=LABELS, **options), want, rtol=1e-5)
-    if "bias" not in options:
-        of_logits = build_loss_fn({**config, "loss_fn": "no_logits"})
-        np.testing.assert_allclose(of_logits(HIDDEN @ WEIGHT.T, LABELS, **options), want, rtol=1e-5)
+def test_the_z_loss_is_added_to_a_users_loss_of_the_labels_and_the_head_of_the_call(options: Any) -> None:
+    register_loss("hidden", lambda hidden, weight, labels, **options: jnp.mean(hidden @ weight.T), takes="hidden")
+    register_loss("logits", lambda logits, labels, **options: jnp.mean(logits))
+
+    def want(hidden: Any, weight: Any) -> Any:
+        logits = (hidden @ weight.T + options.get("bias", 0))[..., : options.get("vocab_size")]
+        counts = (LABELS >= 0) & (logits.shape[-1] > LABELS) & (options.get("ignore_index", -100) != LABELS)
+        z_loss = jnp.where(counts, jax.nn.logsumexp(logits, -1) ** 2, 0).sum() / counts.sum()
+        return jnp.mean(hidden @ weight.T) + 0.5 * z_loss
+
+    exact = jax.value_and_grad(want, (0, 1))(HIDDEN, WEIGHT)
+    for takes in ("hidden",) if "bias" in options else ("hidden", "logits"):
+
+        def loss(hidden: Any, weight: Any, takes: str = takes) -> Any:
+            loss_fn = build_loss_fn({"loss_fn": takes, "z_loss_weight": 0.5})
+            given = {"weight": weight} if takes == "hidden" else {}
+            return loss_fn(hidden if given else hidden @ weight.T, labels=LABELS, **given, **options)
+
+        assert_close(jax.value_and_grad(loss, (0, 1))(HIDDEN, WEIGHT), exact, 1e-5, floor=2e-6)
 
 
 def test_what_the_z_loss_or_a_users_loss_would_not_honour_is_refused() -> None:

@@ -155,13 +155,20 @@ def test_columns_without_probability_are_never_drawn() -> None:
     assert np.all(np.isneginf(nothing.log_probs))
 
 
-def test_a_key_for_each_example_and_keys_of_the_old_kind() -> None:
+def test_a_key_for_each_example_traced_limits_of_each_row_and_keys_of_the_old_kind() -> None:
     p = make(0, 12, 5, 31)
     hidden, weight = jnp.asarray(p.arrays["hidden"]).reshape(3, 4, 5), jnp.asarray(p.arrays["weight"])
-    keys = jax.random.split(KEY, 3)
-    found = jax.jit(jax.vmap(linear_sample, (0, 0, None)))(keys, hidden, weight)
-    for i in range(3):
-        np.testing.assert_array_equal(found.ids[i], linear_sample(keys[i], hidden[i], weight).ids)
+    keys, shares = jax.random.split(KEY, 3), jnp.linspace(0.1, 1.0, 4)
+
+    def sample(key: Any, hidden: Any, limits: Any) -> Any:
+        return linear_sample(key, hidden, weight, **limits)
+
+    for limits in ({}, {"top_p": shares, "min_p": 1 - shares}):
+        found = jax.jit(jax.vmap(sample, (0, 0, None)))(keys, hidden, limits)
+        for i in range(3):
+            one = sample(keys[i], hidden[i], limits)
+            np.testing.assert_array_equal(found.ids[i], one.ids)
+            np.testing.assert_allclose(found.log_probs[i], one.log_probs, rtol=1e-5, atol=1e-6)
     old, new = (linear_sample(key, hidden[0], weight).ids for key in (jax.random.PRNGKey(7), KEY))
     np.testing.assert_array_equal(old, new)
 
@@ -188,21 +195,6 @@ def test_the_column_that_reaches_p_is_kept_and_the_next_is_not(top_k: int | None
         assert _ids(p, top_p=top_p, top_k=top_k) == ids, top_p
     for min_p, ids in ((0, {0, 1, 2, 3}), (0.24, {0, 1, 2, 3}), (0.26, {1, 2}), (0.51, {1}), (1, {1})):
         assert _ids(p, min_p=min_p, top_k=top_k) == ids, min_p
-
-
-def test_limits_may_be_traced_and_differ_by_row_and_key() -> None:
-    p = make(0, 12, 5, 31)
-    hidden, weight = jnp.asarray(p.arrays["hidden"]), jnp.asarray(p.arrays["weight"])
-    shares, keys = jnp.linspace(0.1, 1.0, 12), jax.random.split(KEY, 3)
-
-    def sample(key: Any, share: Any) -> Any:
-        return linear_sample(key, hidden, weight, top_p=share, min_p=1 - share)
-
-    found = jax.jit(jax.vmap(sample, (0, None)))(keys, shares)
-    for i, share in enumerate(shares):
-        one = linear_sample(keys[1], hidden, weight, top_p=float(share), min_p=1 - float(share))
-        assert one.ids[i] == found.ids[1, i]
-        np.testing.assert_allclose(one.log_probs[i], found.log_probs[1, i], rtol=1e-5, atol=1e-6)
 
 
 def test_limits_store_the_logits_of_a_few_rows() -> None:

@@ -14,15 +14,17 @@ import pytest
 from pallas_ce import RowStatistics
 from pallas_ce.statistics.row import (
     STATISTICS,
+    add,
     finalise,
     from_primitives,
+    from_reference,
     merge,
     partial_of_tile,
     primitive_names,
 )
 from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, TERMS, Coefficients, Partial
 
-N, V = 5, 24
+N, V = 6, 24
 NAMES = primitive_names(STATISTICS)
 COLUMNS = jnp.arange(V, dtype=jnp.int32)
 
@@ -39,7 +41,7 @@ def part(rows: Any, start: Any, stop: Any) -> Partial:
 
 @st.composite
 def rows_of_logits(draw: Any) -> dict[str, Any]:
-    """Logits with ties, common offsets, columns of -inf and a row of -inf only; u with zeros."""
+    """Logits with ties, common offsets, columns of -inf, a row of -inf only, NaN and +inf; u with zeros."""
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     logits = rng.normal(size=(N, V)) * draw(st.sampled_from([0.0, 1.0, 30.0])) + draw(st.sampled_from([0.0, -700.0]))
     u = rng.uniform(size=V)
@@ -47,6 +49,10 @@ def rows_of_logits(draw: Any) -> dict[str, Any]:
         logits[:, column], u[column] = -np.inf, 0.0
     if draw(st.booleans()):
         logits[2] = -np.inf
+    one_more = draw(st.sampled_from([3, 4])), draw(st.sampled_from([np.nan, np.inf]))
+    for row, bad in ((3, np.nan), (4, np.inf), one_more) if u.any() else ():
+        logits[row, draw(st.sampled_from(np.flatnonzero(u)))] = bad
+        logits[5, np.flatnonzero(u)[[0, -1]]] = np.nan
     return {"logits": logits.astype(np.float32), "labels": rng.integers(-1, V, N).astype(np.int32), "u": u}
 
 
@@ -59,14 +65,39 @@ def assert_same(got: Partial, want: Partial, logits: np.ndarray) -> None:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=3e-6, atol=3e-6 * size, err_msg=name)
 
 
+def assert_are_maximum_and_lse(found: Partial, logits: np.ndarray) -> None:
+    """As NumPy and JAX have them of whole rows."""
+    values = finalise(found, NAMES)
+    np.testing.assert_array_equal(values["argmax"], np.argmax(logits, axis=1))
+    np.testing.assert_array_equal(values["max_logit"], np.max(logits, axis=1))
+    np.testing.assert_allclose(values["lse"], jax.nn.logsumexp(logits, axis=1), rtol=3e-6, atol=3e-6)
+
+
 @hypothesis.given(rows=rows_of_logits(), cuts=st.tuples(st.integers(0, V), st.integers(0, V)))
 def test_merge_is_associative_and_gives_the_whole(rows: dict[str, Any], cuts: tuple[int, int]) -> None:
     first, second = sorted(cuts)
     a, b, c = part(rows, 0, first), part(rows, first, second), part(rows, second, V)
-    left, right = join(join(a, b), c), join(a, join(b, c))
-    assert_same(left, right, rows["logits"])
-    assert_same(left, part(rows, 0, V), rows["logits"])
-    np.testing.assert_array_equal(left.argmax, np.argmax(rows["logits"], axis=1))
+    logits, whole = rows["logits"], part(rows, 0, V)
+    for merged in (join(join(a, b), c), join(c, join(b, a)), whole):
+        assert_same(merged, whole, logits)
+        assert_are_maximum_and_lse(merged, logits)
+    not_finite = np.any(np.isnan(logits) | np.isposinf(logits), axis=1)
+    for name in ("entropy", "sum_sq_probs", "varentropy"):
+        np.testing.assert_array_equal(np.isnan(finalise(whole, NAMES)[name]), not_finite)
+
+
+@hypothesis.given(rows=rows_of_logits(), cut=st.integers(0, V))
+def test_sums_that_are_measured_from_another_number_are_added_and_moved_to_the_maximum(
+    rows: dict[str, Any], cut: int
+) -> None:
+    logits = rows["logits"]
+    reference = 4 + np.max(logits, axis=1, where=np.isfinite(logits), initial=-700)
+
+    def measured(start: int, stop: int) -> Partial:
+        found, sums = part(rows, start, stop), jnp.exp(logits[:, start:stop] - reference[:, None]).sum(axis=1)
+        return Partial(max=found.max, sum_exp=sums, argmax=found.argmax)
+
+    assert_are_maximum_and_lse(from_reference(add(measured(0, cut), measured(cut, V)), reference), logits)
 
 
 @hypothesis.given(rows=rows_of_logits())

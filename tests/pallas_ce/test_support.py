@@ -4,12 +4,11 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_log_probs, policy_loss
+from pallas_ce import linear_log_probs
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, call, with_gradients
 from tests.pallas_ce.problems import Problem, problems
@@ -68,14 +67,6 @@ def test_it_is_the_softmax_of_the_kept_logits(
     assert_close(got, gradients, 1e-5, floor=1e-5)
 
 
-def test_every_entry_in_the_support_is_no_support() -> None:
-    labels, every = jnp.array([0, 4, -100, 2]), jnp.broadcast_to(jnp.arange(5)[::-1], (4, 5))
-    plain, found = asked(HIDDEN, WEIGHT, labels), asked(HIDDEN, WEIGHT, labels, support=every)
-    assert_close(found[:3], plain[:3], 1e-6)
-    np.testing.assert_array_equal(found.hit, plain.hit)
-    np.testing.assert_array_equal(found.in_support, [True, True, False, True])
-
-
 def test_a_support_belongs_to_its_label_when_that_is_shifted() -> None:
     labels = jnp.array([3, 1, 2, 4])
     support = labels[:, None] + jnp.array([[0, -1]])
@@ -92,37 +83,3 @@ def test_nan_of_a_kept_logit_is_seen_and_of_others_is_not() -> None:
     found = asked(HIDDEN, weight, labels, support=support)
     for values in found[:3]:
         np.testing.assert_array_equal(np.isnan(values), [True, False, True, False])
-
-
-def test_a_policy_loss_skips_tokens_outside_their_support() -> None:
-    hidden, labels = HIDDEN[None], jnp.array([[0, 1, 3, 4]])
-    support = jnp.array([[[0, 1], [2, 3], [3, -1], [-1, -1]]])
-
-    def loss(hidden: Any, kept: slice = slice(None)) -> Any:
-        found = asked(hidden[:, kept], WEIGHT, labels[:, kept], support=support[:, kept])
-        old = jnp.full(found.log_probs.shape, -0.5)
-        return policy_loss(found.log_probs, jnp.ones(1), found.in_support, old_log_probs=old)
-
-    value, gradient = jax.value_and_grad(loss)(hidden)
-    want, needs = jax.value_and_grad(lambda h: loss(h, slice(None, None, 2)))(hidden)
-    np.testing.assert_allclose(value, want, rtol=1e-6)
-    np.testing.assert_allclose(gradient, needs, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("support", "error", "message"),
-    [
-        (jnp.zeros((4, 2)), TypeError, "support has dtype float32"),
-        (jnp.zeros(4, int), ValueError, r"support has shape \(4,\)"),
-        (jnp.zeros((4, 0), int), ValueError, r"support has shape \(4, 0\)"),
-        (jnp.zeros((3, 2), int), ValueError, r"support has shape \(3, 2\)"),
-    ],
-)
-def test_refusals(support: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        linear_log_probs(HIDDEN, WEIGHT, jnp.zeros(4, int), support=support)
-
-
-def test_several_labels_have_no_support() -> None:
-    with pytest.raises(ValueError, match=r"one label of each row, \(4,\), and labels have shape \(4, 2\)"):
-        linear_log_probs(HIDDEN, WEIGHT, jnp.zeros((4, 2), int), support=jnp.zeros((4, 2), int))

@@ -86,10 +86,6 @@ def differentiated(f: Loss) -> Any:
     return jax.value_and_grad(f, (0, 1))
 
 
-def rematerialised(f: Loss) -> Any:
-    return differentiated(lambda h, w: 3.7 * jax.checkpoint(f)(h, w, LABELS[0]))(HIDDEN[0], WEIGHT[0])
-
-
 def vmapped(f: Loss, axes: Any) -> Any:
     """Values, gradients of each example, and the gradients of the sum."""
     h, w, t = (x if axis == 0 else x[0] for x, axis in zip((HIDDEN, WEIGHT, LABELS), axes, strict=True))
@@ -101,18 +97,6 @@ def vmapped_twice(f: Loss) -> Any:
     hidden, labels = HIDDEN.reshape(EXAMPLES, 2, -1, H), LABELS.reshape(EXAMPLES, 2, -1)
     axes = (0, None, 0)
     return jax.vmap(jax.vmap(differentiated(f), axes), axes)(hidden, WEIGHT[0], labels)
-
-
-def scanned(f: Loss) -> Any:
-    """With a weight that makes the hidden states, too."""
-
-    def total(hiddens: jax.Array, weight: jax.Array) -> jax.Array:
-        def step(carry: jax.Array, x: Any) -> Any:
-            return carry + f(jnp.tanh(x[0] @ weight[:H]), weight, x[1]), None
-
-        return jax.lax.scan(step, jnp.float32(0), (hiddens, LABELS))[0]
-
-    return [jax.value_and_grad(total, i)(HIDDEN, WEIGHT[0]) for i in ((0,), (1,), (0, 1))]
 
 
 def trained_in_a_scan(f: Loss) -> Any:
@@ -146,18 +130,15 @@ TRANSFORMATIONS: dict[str, Callable[[Loss], Any]] = {
     "trained in a scan": trained_in_a_scan,
     "for each side": differentiated_for_each_side,
     "token weights": functools.partial(vmapped_over, token_weights=jnp.stack([jnp.ones(N), jnp.arange(N) % 3.0])),
-    "rematerialised": rematerialised,
-    "scan": scanned,
     "schedules": functools.partial(vmapped_over, **SCHEDULES),
 }
-# What only the linear loss and its two modes go through, and what takes no token weights.
-ONLY_OF_MODES = {"rematerialised", "scan", "vmap (None, 0, None)"}
+# What takes no token weights.
 SUMMED = {"by row", "linear_row_statistics", "linear_log_probs", "stored logits by row", "selective"}
 CASES = [
     (name, transformation)
     for name in LOSSES
     for transformation in TRANSFORMATIONS
-    if (name in MODES or transformation not in ONLY_OF_MODES)
+    if (name in MODES or transformation != "vmap (None, 0, None)")
     and (name not in SUMMED or transformation != "token weights")
     and (name in (*MODES, "stored logits") or transformation != "schedules")
 ]
