@@ -263,6 +263,7 @@ def _public(function: Callable[..., Any], compute: Callable[..., Any] | None) ->
     returned = inspect.signature(compute or function).return_annotation
     signature = inspect.Signature([*own, *shared], return_annotation=returned)
     public.__signature__ = signature  # type: ignore[attr-defined]
+    public.__annotations__ = function.__annotations__ | {"return": returned}
     before, returns, after = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns:\n")
     texts = [text for name, text in _texts(options).items() if f"\n    {name}: " not in before]
     public.__doc__ = "\n".join([before, *texts]) + returns + after
