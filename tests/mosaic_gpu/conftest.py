@@ -20,7 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from pallas_ce.backends.mosaic_gpu import schedule
 from pallas_ce.backends.mosaic_gpu.backend import MosaicBlock
 from pallas_ce.backends.mosaic_gpu.gemm import launch
-from pallas_ce.backends.mosaic_gpu.kernels import product_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Batch, Head, HeadSpec
 from tests.pallas_ce.kernel_cases import Case, problem_of
@@ -114,10 +114,14 @@ def maxima_keep_nan() -> Iterator[None]:
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Gives the kernels tiles that suit the interpreter, which `tiles(**options)` changes."""
 
+    def stored(itemsize: int, piece: int | None = None) -> Config:
+        return Config(rows=64, columns=128, stages=2, sms=3, piece=piece)
+
     def use(**options: Any) -> None:
         config = Config(**{"rows": 64, "columns": 64, "stages": 3, "sms": 4, **options})
         monkeypatch.setattr(schedule, "rule", lambda *given: config)
         monkeypatch.setattr(product_kernel, "_TILES", (config,))
+        monkeypatch.setattr(materialized_kernel, "tiles", stored)
 
     use()
     return use

@@ -12,25 +12,13 @@ import pytest
 
 from pallas_ce import chunked_cross_entropy, cross_entropy, selective_log_softmax
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES
 from tests import compile_for_h200 as h200
 from tests.pallas_ce.checks import assert_close, assert_exact_but_rounded, of_stored_logits, relative_error
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT32, FLOAT16, BFLOAT16 = map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16))
 N, V = 8192, 131072
 NAMED: Any = {"implementation": "mosaic_gpu"}
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles, and thread blocks so few that each has several."""
-
-    def tiles(itemsize: int, piece: int | None = None) -> Config:
-        del itemsize
-        return Config(rows=64, columns=128, stages=2, piece=piece, sms=3)
-
-    monkeypatch.setattr(materialized_kernel, "tiles", tiles)
 
 
 def logits_of(n: int, v: int, dtype: Any, offset: float = 0.0) -> np.ndarray:
@@ -45,21 +33,30 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def labels_of(n: int, options: dict[str, Any]) -> np.ndarray:
-    labels = np.random.default_rng(1).integers(0, options.get("vocab_size", 336), n)
+def check(n: int, v: int, dtype: Any, offset: float, options: dict[str, Any]) -> None:
+    """The loss and its gradient; losses by row have a cotangent each."""
+    labels = np.random.default_rng(1).integers(0, options.get("vocab_size", v), n)
     labels[::7] = -100
-    return labels
+    cotangent = np.linspace(-1, 1, n).astype(np.float32) if options.get("reduction") == "none" else 1.0
+    assert_exact_but_rounded(*of_stored_logits(logits_of(n, v, dtype, offset), labels, cotangent, **NAMED, **options))
 
 
-@pytest.mark.usefixtures("small_tiles", "interpreted")
-@pytest.mark.parametrize("options", OPTIONS)
-def test_float32_matches_the_oracle(options: dict[str, Any]) -> None:
-    logits, labels = logits_of(136, 336, np.float32), labels_of(136, options)
-    assert_exact_but_rounded(*of_stored_logits(logits, labels, **NAMED, **options))
+@pytest.mark.nightly(keep=7)
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("n", "v", "dtype", "offset", "options"),
+    [
+        *((136, 336, FLOAT32, 0.0, options) for options in OPTIONS),
+        *((72, 208, dtype, offset, {}) for dtype in (BFLOAT16, FLOAT16) for offset in (0.0, 64.0)),
+        (64, 160, FLOAT32, 0.0, {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01}),
+    ],
+)
+def test_matches_the_oracle(n: int, v: int, dtype: Any, offset: float, options: dict[str, Any]) -> None:
+    check(n, v, dtype, offset, options)
 
 
-@pytest.mark.usefixtures("small_tiles", "interpreted")
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_selected_log_probabilities_and_their_gradient(dtype: Any, interpreted: Any) -> None:
     """One index lies outside the vocabulary: 0, and no gradient."""
     logits, rng = logits_of(136, 336, dtype, offset=100.0), np.random.default_rng(2)
@@ -81,23 +78,7 @@ def test_selected_log_probabilities_and_their_gradient(dtype: Any, interpreted: 
     assert relative_error(np.asarray(gradient), exact) <= (1e-5 if dtype == np.float32 else 2.0**-8)
 
 
-@pytest.mark.nightly(keep=2)
-@pytest.mark.usefixtures("small_tiles", "interpreted")
-@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)])
-@pytest.mark.parametrize("offset", [0.0, 64.0])
-def test_the_gradient_of_narrow_logits_is_the_exact_one_rounded(dtype: Any, offset: float) -> None:
-    assert_exact_but_rounded(*of_stored_logits(logits_of(72, 208, dtype, offset), np.arange(72), **NAMED))
-
-
-@pytest.mark.usefixtures("small_tiles", "interpreted")
-def test_losses_by_row_take_a_cotangent_each() -> None:
-    logits, labels = logits_of(64, 160, np.float32), np.arange(64)
-    options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01}
-    cotangent = np.linspace(-1, 1, 64).astype(np.float32)
-    assert_close(*of_stored_logits(logits, labels, cotangent, **NAMED, **options), 1e-5, floor=1e-6)
-
-
-@pytest.mark.usefixtures("small_tiles", "interpreted")
+@pytest.mark.usefixtures("interpreted")
 def test_rows_that_do_not_count_may_hold_anything_and_rows_of_minus_infinity_have_no_gradient() -> None:
     logits, labels = logits_of(64, 160, np.float32), np.where(np.arange(64) < 60, np.arange(64), -100)
 
@@ -118,7 +99,7 @@ def test_rows_that_do_not_count_may_hold_anything_and_rows_of_minus_infinity_hav
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.usefixtures("small_tiles", "interpreted")
+@pytest.mark.usefixtures("interpreted")
 def test_metrics_and_values_alone(interpreted: Any) -> None:
     logits, labels = logits_of(64, 1600, BFLOAT16), np.arange(64)
 
@@ -144,11 +125,10 @@ def test_what_they_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16, np.dtype(np.float16)])
-@pytest.mark.parametrize(("n", "options"), [(1000, {}), (136, OPTIONS[1]), (136, OPTIONS[2]), (136, OPTIONS[3])])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16])
+@pytest.mark.parametrize(("n", "options"), [(1000, {}), *((136, options) for options in OPTIONS[1:])])
 def test_on_a_gpu_it_matches_the_oracle(n: int, dtype: Any, options: dict[str, Any]) -> None:
-    logits, labels = logits_of(n, 336, dtype), labels_of(n, options)
-    assert_exact_but_rounded(*of_stored_logits(logits, labels, **NAMED, **options))
+    check(n, 336, dtype, 0.0, options)
 
 
 @pytest.mark.gpu

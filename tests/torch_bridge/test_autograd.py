@@ -188,51 +188,41 @@ def test_small_float16_gradients_survive_until_the_loss_is_scaled(head):
     assert_close(got, gradients(in_forward(*low, target), low), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_microbatches_add_up_in_a_float32_main_grad(head, mode):
-    hidden, weight, target = (x.detach() for x in head)
-    weight = weight.bfloat16().requires_grad_()
-    plain = weight.detach().clone().requires_grad_()
-    weight.main_grad, want = torch.zeros(weight.shape), torch.zeros(weight.shape)
-    for part in (slice(0, 10), slice(10, 20)):
-        microbatch = functools.partial(
-            linear_cross_entropy, hidden[part].bfloat16(), target=target[part], backward=mode
-        )
-        microbatch(weight).backward()
-        want += gradients(microbatch(plain), plain)[0]
-    assert weight.grad is None
-    if mode == "in_forward":  # which has made the gradient, and rounded it, when it is asked for
-        assert torch.equal(weight.main_grad, want)
-    else:
-        assert_close(weight.main_grad, want, rtol=2**-7, atol=1e-3)
-        assert not torch.equal(weight.main_grad, weight.main_grad.bfloat16().float())
-
-
 @pytest.mark.parametrize(
-    ("options", "dtype"),
+    ("options", "dtype", "narrow"),
     [
-        ({"reduction": "sum", "z_loss": 0.1, "label_smoothing": 0.1}, torch.float32),
-        ({"logit_scale": 0.7, "logit_softcap": 5.0, "return_metrics": True}, torch.bfloat16),
-        ({"vocab_size": VOCABULARY - 3, "normalizer": 7.0}, torch.float64),
+        ({"reduction": "sum", "z_loss": 0.1, "label_smoothing": 0.1}, torch.float32, False),
+        ({"logit_scale": 0.7, "logit_softcap": 5.0, "return_metrics": True}, torch.bfloat16, False),
+        ({"vocab_size": VOCABULARY - 3, "normalizer": 7.0}, torch.float64, False),
+        ({}, torch.float32, True),
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_beside_main_grad_of_any_dtype_all_gradients_are_those_without_it(head, mode, options, dtype):
+def test_microbatches_add_up_in_a_main_grad_of_any_dtype_beside_the_gradients_without_it(
+    head, mode, options, dtype, narrow
+):
     hidden, weight, target = head
+    weight = weight.detach().to(torch.bfloat16 if narrow else torch.float32).requires_grad_()
     target = torch.where(torch.arange(TOKENS) % 3 > 0, target.clamp(max=VOCABULARY - 4), -100)
     bias = torch.linspace(-1, 1, VOCABULARY).requires_grad_()
 
     def loss():
-        found = linear_cross_entropy(hidden, weight, target, linear_bias=bias, backward=mode, **options)
+        given = hidden.to(weight.dtype), weight, target
+        found = linear_cross_entropy(*given, linear_bias=bias, backward=mode, **options)
         return -3 * (found[0] if "return_metrics" in options else found)
 
     of_hidden, of_weight, of_bias = gradients(loss(), (hidden, weight, bias))
-    weight.main_grad = torch.ones_like(weight, dtype=dtype)
-    loss().backward()
+    weight.main_grad = torch.full_like(weight, 0 if narrow else 1, dtype=dtype)
+    before = weight.main_grad.clone()
+    for _ in range(2):
+        loss().backward()
     assert weight.grad is None
-    assert_close((hidden.grad, bias.grad), (of_hidden, of_bias), rtol=1e-5, atol=1e-6)
-    rounding = 1e-5 if dtype != torch.bfloat16 else 2**-7
-    assert_close(weight.main_grad, 1 + of_weight.to(dtype), rtol=rounding, atol=rounding)
+    assert_close((hidden.grad, bias.grad), (2 * of_hidden, 2 * of_bias), rtol=1e-5, atol=1e-6)
+    rounding = 1e-5 if dtype != torch.bfloat16 and not narrow else 2**-7
+    assert_close(weight.main_grad, before + 2 * of_weight.to(dtype), rtol=rounding, atol=1e-3 if narrow else rounding)
+    if narrow:  # in_forward has made the gradient, and rounded it, when it is asked for
+        rounded = torch.equal(weight.main_grad, weight.main_grad.bfloat16().float())
+        assert rounded == (mode == "in_forward")
 
 
 @pytest.mark.parametrize("asked", [("linear_weight",), ("input", "linear_weight"), ("linear_weight", "linear_bias")])

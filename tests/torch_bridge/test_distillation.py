@@ -1,5 +1,6 @@
-"""`linear_distillation` on tensors: values and gradients beside the library's own."""
+"""Distillation on tensors, and on parts of a vocabulary: values and gradients beside float64."""
 
+import functools
 import itertools
 import re
 from pathlib import Path
@@ -7,14 +8,11 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import pallas_ce
 from pallas_ce import LowRank
 from tests.torch_bridge import processes
 from torch_bridge import linear_distillation, linear_log_probs, vocab_parallel_distillation
@@ -26,7 +24,6 @@ SIZES: dict[str, tuple[int, ...]] = {
     "linear_bias": (V,), "teacher_bias": (V,), "logit_scale": (), "teacher_logit_scale": (), "token_weights": (N,),
     "temperature": (N,), "up": (V, 2), "down": (2, H),
 }  # fmt: skip
-NAMES = {"input": "hidden", "linear_weight": "weight", "linear_bias": "bias", "teacher_input": "teacher_hidden"}
 POSITIVE = {"logit_scale", "teacher_logit_scale", "token_weights", "temperature"}
 
 
@@ -38,62 +35,86 @@ def tensors(seed: int, *names: str) -> dict[str, Tensor]:
     return {name: made[name] for name in (*list(SIZES)[:4], *names)}
 
 
-def with_term(given: dict[str, Any], weight: str) -> dict[str, Any]:
-    """The low-rank term in its weight."""
-    given = dict(given)
-    if "up" in given:
-        given[weight] = LowRank(given[weight], given.pop("up"), given.pop("down"), SCALE)
-    return given
-
-
 NAMED = ("input", "weight", "bias")
+
+
+def in_float64(given: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+    """The divergence of stored logits."""
+    size = options.get("vocab_size", V)
+
+    def log_softmax(side: str) -> Tensor:
+        names = {"": ("input", "linear_weight", "linear_bias"), "teacher_": [f"teacher_{x}" for x in NAMED]}[side]
+        hidden, weight = (given[name] for name in names[:2])
+        if not side and "up" in given:
+            weight = weight + SCALE * given["up"] @ given["down"]
+        z = ((hidden @ weight.T + given.get(names[2], 0.0)) * given.get(side + "logit_scale", 1.0))[:, :size]
+        cap = options.get(side + "logit_softcap")
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        temperature = given.get("temperature", options.get("temperature", 1.0))
+        return (z / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)).log_softmax(-1)
+
+    p, q, beta = log_softmax(""), log_softmax("teacher_"), options.get("beta", 0.5)
+    m = torch.logaddexp(np.log(beta) + q, np.log(1 - beta) + p)
+    terms = {
+        "forward_kl": q.exp() * (q - p),
+        "reverse_kl": p.exp() * (p - q),
+        "jsd": beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m),
+    }
+    target, counts = options.get("target"), options.get("row_mask", torch.ones(N, dtype=torch.bool))
+    counts = counts if target is None else counts & (target >= 0) & (target < size)
+    weights = torch.where(counts, given.get("token_weights", torch.ones(N).double()), 0)
+    each = weights * terms[options["divergence"]].sum(-1)
+    if options.get("reduction") == "none":
+        return each
+    over = 1.0 if options.get("reduction") == "sum" else options.get("normalizer", weights.sum().clamp(min=1e-30))
+    return each.sum() / over
+
+
+def check(
+    function: Any, whole: dict[str, Tensor], options: dict[str, Any], mine: slice = slice(None), atol: float = 2e-5
+) -> None:
+    """A divergence and the student's gradients, those of a weight's rows where these are `mine`, beside float64."""
+    constants = {"temperature", *(name for name in whole if name.startswith("teacher"))}
+    parts = ("linear_weight", "linear_bias", "up", "teacher_weight", "teacher_bias")
+    exact = {name: x.double().requires_grad_(name not in constants) for name, x in whole.items()}
+    given = {name: (x[mine] if name in parts else x).clone() for name, x in whole.items()}
+    leaves = {name: x.requires_grad_() for name, x in given.items() if name not in constants}
+    if "up" in given:
+        given["linear_weight"] = LowRank(given["linear_weight"], given.pop("up"), given.pop("down"), SCALE)
+    found, want = function(**given, **options), in_float64(exact, options)
+    upstream = torch.linspace(-1, 1.5, N) if found.ndim else torch.tensor(-0.7)
+    got = torch.autograd.grad(found, list(leaves.values()), upstream)
+    needed = torch.autograd.grad(want, [exact[name] for name in leaves], upstream.double())
+    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=2e-6)
+    for name, x, y in zip(leaves, got, needed, strict=True):
+        y = y[mine] if name in parts else y
+        torch.testing.assert_close(x.double(), y, rtol=2e-4, atol=atol, msg=f"{options} {name}")
 
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @hypothesis.given(
-    divergence=st.sampled_from(DIVERGENCES),
-    further=st.sets(st.sampled_from([*list(SIZES)[4:10], "term"])),
-    reduction=st.sampled_from(["mean", "sum", "none"]),
-    masks=st.sets(st.sampled_from(["target", "row_mask"])),
-    size=st.sampled_from([V, 20]),
+    further=st.sets(st.sampled_from([*list(SIZES)[4:10], "up down"])),
+    options=st.fixed_dictionaries(
+        {"divergence": st.sampled_from(DIVERGENCES), "reduction": st.sampled_from(["mean", "sum", "none"]),
+         "vocab_size": st.sampled_from([V, 20]), "beta": st.just(0.3)},
+        optional={"row_mask": st.just(torch.arange(N) != 4),
+                  "target": st.just(torch.tensor([0, 3, -100, 19, 5, V, 1]))},
+    ),
     caps=st.sampled_from([(None, None), (3.0, None), (4.0, 2.0)]),
     transposed=st.booleans(),
     seed=st.integers(0, 2**31),
-)
-def test_it_is_the_librarys_divergence_of_stored_logits(
-    divergence: Any, further: Any, reduction: Any, masks: Any, size: int, caps: Any, transposed: bool, seed: int,
-    implementation: Any,
-) -> None:  # fmt: skip
-    given = tensors(seed, *sorted(further - {"term"}), *(["up", "down"] if "term" in further else []))
+)  # fmt: skip
+def test_it_is_the_divergence_of_stored_logits(
+    further: Any, options: dict[str, Any], caps: Any, transposed: bool, seed: int, implementation: Any
+) -> None:
+    given = tensors(seed, *" ".join(sorted(further)).split())
     if transposed:
         given["linear_weight"] = given["linear_weight"].T.contiguous().T
-    trained = [name for name in given if name != "temperature" and not name.startswith("teacher")]
-    for name in trained:
-        given[name].requires_grad_()
-    target = torch.tensor([0, 3, -100, 19, 5, V, 1]) if "target" in masks else None
-    row_mask = torch.arange(N) != 4 if "row_mask" in masks else None
-    options: dict[str, Any] = {"divergence": divergence, "beta": 0.3, "reduction": reduction, "vocab_size": size}
-    options |= {"logit_softcap": caps[0], "teacher_logit_softcap": caps[1]}
+    options = options | {"logit_softcap": caps[0], "teacher_logit_softcap": caps[1]}
     options |= {} if "temperature" in further else {"temperature": 1.3}
-    found = linear_distillation(
-        target=target, row_mask=row_mask, implementation=implementation, **with_term(given, "linear_weight"), **options
-    )
-    upstream = torch.linspace(-1, 1.5, N) if reduction == "none" else torch.tensor(-0.7)
-    got = torch.autograd.grad(found, [given[name] for name in trained], upstream)
-
-    arrays = {name: jnp.asarray(x.detach().numpy()) for name, x in given.items()}
-    options |= {name: None if x is None else x.numpy() for name, x in (("labels", target), ("row_mask", row_mask))}
-
-    def weighted(chosen: dict[str, Any]) -> Any:
-        x = with_term({NAMES.get(name, name): y for name, y in (arrays | chosen).items()}, "weight")
-        loss = pallas_ce.linear_distillation(**x, implementation="reference", **options)
-        return jnp.sum(loss * upstream.numpy()), loss
-
-    (_, want), needed = jax.value_and_grad(weighted, has_aux=True)({name: arrays[name] for name in trained})
-    np.testing.assert_allclose(found.detach(), want, rtol=2e-5, atol=2e-6)
-    for name, x in zip(trained, got, strict=True):  # off by roundings of a row's divergence, which may be 60
-        np.testing.assert_allclose(x, needed[name], rtol=2e-4, atol=1e-4)
+    function = functools.partial(linear_distillation, implementation=implementation)
+    check(function, given, options, atol=1e-4)  # off by roundings of a row's divergence, which may be 60
 
 
 def test_a_teacher_of_more_entries_is_cut_where_it_is_named() -> None:
@@ -147,62 +168,11 @@ PARTS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
 )
 
 
-def in_float64(given: dict[str, Tensor], divergence: str, options: dict[str, Any]) -> Tensor:
-    """The divergence of stored logits."""
-
-    def log_softmax(side: str) -> Tensor:
-        names = {"": ("input", "linear_weight", "linear_bias"), "teacher_": [f"teacher_{x}" for x in NAMED]}[side]
-        hidden, weight = (given[name] for name in names[:2])
-        if not side and "up" in given:
-            weight = weight + 1.5 * given["up"] @ given["down"]
-        z = (hidden @ weight.T + given.get(names[2], 0.0)) * given.get(side + "logit_scale", 1.0)
-        cap = options.get(side + "logit_softcap")
-        z = z if cap is None else cap * torch.tanh(z / cap)
-        temperature = given.get("temperature", options.get("temperature", 1.0))
-        return (z / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)).log_softmax(-1)
-
-    p, q, beta = log_softmax(""), log_softmax("teacher_"), options.get("beta", 0.5)
-    m = torch.logaddexp(np.log(beta) + q, np.log(1 - beta) + p)
-    terms = {
-        "forward_kl": q.exp() * (q - p),
-        "reverse_kl": p.exp() * (p - q),
-        "jsd": beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m),
-    }
-    target, counts = options.get("target"), options.get("row_mask", torch.ones(N, dtype=torch.bool))
-    counts = counts if target is None else counts & (target >= 0) & (target < V)
-    weights = torch.where(counts, given.get("token_weights", torch.ones(N).double()), 0)
-    each = weights * terms[divergence].sum(-1)
-    if options.get("reduction") == "none":
-        return each
-    over = 1.0 if options.get("reduction") == "sum" else options.get("normalizer", weights.sum().clamp(min=1e-30))
-    return each.sum() / over
-
-
 def compare_parts_with_float64(rank: int, _: str) -> None:
-    mine, of_columns = slice(*CUTS[rank : rank + 2]), ("linear_weight", "linear_bias", "up")
-    place = {"vocab_start": CUTS[rank], "vocab_size": V}
+    mine, place = slice(*CUTS[rank : rank + 2]), {"vocab_start": CUTS[rank], "vocab_size": V}
     for seed, (divergence, (names, options)) in enumerate(zip(itertools.cycle(DIVERGENCES), PARTS, strict=False)):
-        whole = tensors(seed, *names)
-        constants = {"temperature", *(name for name in whole if name.startswith("teacher"))}
-        exact = {name: x.double().requires_grad_(name not in constants) for name, x in whole.items()}
-        parts = (*of_columns, "teacher_weight", "teacher_bias")
-        given = {name: (x[mine] if name in parts else x).clone() for name, x in whole.items()}
-        leaves = [x.requires_grad_() for name, x in given.items() if name not in constants]
-        asked: dict[str, Any] = dict(given)
-        if "up" in asked:
-            asked["linear_weight"] = LowRank(asked["linear_weight"], asked.pop("up"), asked.pop("down"), 1.5)
-        found = vocab_parallel_distillation(
-            **asked, **options, divergence=divergence, validate_parts=seed == 0, **place
-        )
-        want = in_float64(exact, divergence, options)
-        upstream = torch.linspace(-1, 1.5, N) if found.ndim else torch.tensor(-0.7)
-        got = torch.autograd.grad(found, leaves, upstream)
-        needed = torch.autograd.grad(want, [x for x in exact.values() if x.requires_grad], upstream.double())
-        torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=2e-6)
-        named = [name for name in given if name not in constants]
-        for name, x, y in zip(named, got, needed, strict=True):
-            y = y[mine] if name in of_columns else y
-            torch.testing.assert_close(x.double(), y, rtol=2e-4, atol=2e-5, msg=f"{divergence} {options} {name}")
+        function = functools.partial(vocab_parallel_distillation, validate_parts=seed == 0, vocab_start=CUTS[rank])
+        check(function, tensors(seed, *names), {"divergence": divergence, "vocab_size": V, **options}, mine)
     given = tensors(0)
     short = given | {name: given[name][mine] for name in ("linear_weight", "teacher_weight")}
     for wrong, message in (
