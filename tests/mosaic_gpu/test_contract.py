@@ -1,5 +1,6 @@
 """The contract of every implementation, with implementation="mosaic_gpu" under the GPU interpreter."""
 
+import itertools
 from typing import Any
 
 import hypothesis
@@ -7,6 +8,7 @@ import pytest
 
 from tests.pallas_ce import spoilt, test_calls
 from tests.pallas_ce.cases import CASES, Sizes
+from tests.pallas_ce.kernel_cases import nightly_but_for
 from tests.pallas_ce.problems import Problem, narrow_problems, readable
 from tests.pallas_ce.sums import ANY_CALL, assert_any_options
 
@@ -33,20 +35,20 @@ def test_any_options(p: Problem, **how: Any) -> None:
 
 
 SMALL = Sizes(rows=70, width=64, classes=201, padded=208, dtype="bfloat16", scratch_bytes=None)
+# Temperatures of each row are none of the kernels'.
 SPOILT = [
-    (name, backward, only)
+    (name, backward, tuple(x for x in CASES[name].inputs if x != "temperature"))
     for name in ("linear_cross_entropy", "linear_cross_entropy, low rank", "linear_row_statistics", "linear_loss")
     for backward in ([""] if name == "linear_row_statistics" else MODES)
-    for only in CASES[name].inputs
-    if only != "temperature"  # of each row, which the kernels do not know
 ]
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.usefixtures("maxima_keep_nan")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter is NumPy's
-@pytest.mark.parametrize(("name", "backward", "only"), SPOILT)
-def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, backward: str, only: str) -> None:
-    for seed in range(4):
-        given = CASES[name].without("temperature"), SMALL, ("mosaic_gpu", backward), seed
-        spoilt.check(*given, [only])
+@pytest.mark.parametrize(
+    ("name", "backward", "inputs"), nightly_but_for([("linear_cross_entropy", "recompute", ("hidden",))], SPOILT)
+)
+def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, backward: str, inputs: tuple[str, ...]) -> None:
+    case = CASES[name].without("temperature")
+    for seed, only in itertools.product(range(4), inputs):
+        spoilt.check(case, SMALL, ("mosaic_gpu", backward), seed, [only])
