@@ -224,8 +224,7 @@ def arguments(folder, **options):
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
-@pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.nightly)])
-def test_steps_of_trainer_agree(tmp_path, steps):
+def test_steps_of_trainer_agree(tmp_path):
     torch.manual_seed(2)
     texts = [{"input_ids": tokens, "labels": tokens.clone()} for tokens in torch.randint(3, VOCABULARY, (64, 12))]
     for i, text in enumerate(texts):
@@ -233,7 +232,7 @@ def test_steps_of_trainer_agree(tmp_path, steps):
     losses = []
     for model in (make(), patch_causal_lm(make())):
         how = arguments(
-            tmp_path / str(len(losses)), max_steps=steps, per_device_train_batch_size=4,
+            tmp_path / str(len(losses)), max_steps=5, per_device_train_batch_size=4,
             gradient_accumulation_steps=2, learning_rate=3e-3, logging_steps=1,
         )  # fmt: skip
         trainer = hf.Trainer(model, how, train_dataset=texts, eval_dataset=texts)
@@ -241,7 +240,7 @@ def test_steps_of_trainer_agree(tmp_path, steps):
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         losses[-1].append(trainer.evaluate()["eval_loss"])
     want, got = losses
-    assert len(got) == steps + 1
+    assert len(got) == 6
     assert got[-1] < got[0]
     # Both are float32 runs: they part by rounding, which many steps of Adam may enlarge.
     torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
