@@ -66,11 +66,11 @@ wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 release: wheel  ## build what a release publishes, where tag, version and changelog agree (TAG=v0.2.0)
 	@$(PY) tools/check_release.py dist
 
-# Of Triton's table, an architecture times a kind of call, a third: each kind on several architectures.
+# Of Triton's table, an architecture times a kind of call, a fourth: each kind on several architectures.
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
 test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
-	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=240 $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=180 $(ARGS)
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=3 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'

@@ -72,7 +72,7 @@ def widest() -> Iterator[str]:
 def others() -> Iterator[str]:
     """Fewer axes, the plain head, tied embeddings, and where weights and hidden states lie."""
     one = trained()[:2]
-    yield from curves(one, {"data=8": 1, "data=2,tensor=2": 1 / 2, "data=2,tensor=2,sequence": 1 / 2})
+    yield from curves(one, {"data=8": 1, "data=2,tensor=2": 1 / 2})
     assert bytes_to_begin("fsdp=8") < bytes_to_begin("") / 6
     yield "first weights are drawn in shares"
     layout = make_layout(dataclasses.replace(CONFIG, mesh="data=2,tensor=2,sequence"))

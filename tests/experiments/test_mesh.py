@@ -28,7 +28,7 @@ def _run(section: str, *arguments: str, devices: dict[str, str] = _CPUS) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("section", "checks"), [("widest", 1), pytest.param("others", 7, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("section", "checks"), [("widest", 1), pytest.param("others", 6, marks=pytest.mark.nightly)])
 def test_every_mesh_gives_the_losses_of_one_device(section: str, checks: int) -> None:
     assert _run(section).count("passed") == checks
 

@@ -12,13 +12,10 @@ ROOT = Path(__file__).parents[2]
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n"
 
 
-def test_a_tag_of_the_version_in_the_changelog_may_be_published():
-    assert disagreement("v0.2.0", "0.2.0", CHANGELOG) is None
-
-
 @pytest.mark.parametrize(
     ("tag", "version", "changelog", "words"),
     [
+        ("v0.2.0", "0.2.0", CHANGELOG, "None"),  # it may be published
         ("v0.2.0", "0.2.0.dev0", CHANGELOG, "__version__"),
         ("v0.2.1", "0.2.0", CHANGELOG, "name the tag v0.2.0"),
         ("", "0.2.0", CHANGELOG, "name the tag"),
@@ -27,7 +24,7 @@ def test_a_tag_of_the_version_in_the_changelog_may_be_published():
     ],
 )
 def test_what_disagrees_is_named(tag, version, changelog, words):
-    assert words in disagreement(tag, version, changelog)
+    assert words in str(disagreement(tag, version, changelog))
 
 
 def test_the_changelog_has_the_version_of_this_release():

@@ -11,6 +11,7 @@ from tests.torch_bridge import processes
 from torch_bridge import (
     linear_cross_entropy,
     linear_log_probs,
+    linear_row_statistics,
     vocab_parallel_cross_entropy,
     vocab_parallel_log_probs,
 )
@@ -107,18 +108,7 @@ def refuse_parts_that_are_not(rank, _):
     assert loss(torch.zeros_like(mine), half * rank, validate_parts=True).isfinite()  # an initial value of many
 
 
-def log_probs_in_float64(hidden, weight, bias, scale, target, temperature, softcap):
-    """Log-probabilities, entropies and the largest logits' ids, of rows whose target is in the vocabulary."""
-    z = scale * (hidden @ weight.T + bias)
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    log_p = (z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)).log_softmax(-1)
-    counted = (target >= 0) & (target < VOCABULARY)
-    picked = log_p.gather(-1, target.where(counted, 0)[..., None])[..., 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return tuple(torch.where(counted, x, 0) for x in (picked, entropy, log_p.argmax(-1)))
-
-
-def compare_log_probs_with_float64(rank, _):
+def compare_log_probs_with_the_whole(rank, _):
     torch.manual_seed(1)
     mine, place = parts(rank)
     temperatures = (1.0, 0.3, torch.tensor(1.5), 0.5 + torch.rand(TOKENS))
@@ -129,20 +119,22 @@ def compare_log_probs_with_float64(rank, _):
         weight[20], bias[20] = weight[3], bias[3]  # the largest logit of a row is in both parts
         hidden[1, 0] = weight[3]
         bias[3] = bias[20] = 5.0
-        exact = [x.double().requires_grad_() for x in (hidden, weight, bias, scale)]
-        *want, argmax = log_probs_in_float64(*exact, target, temperature, softcap)
-        given = [x.clone().requires_grad_() for x in (hidden, weight[mine], bias[mine], scale)]
-        row = vocab_parallel_log_probs(
-            *given[:2], target, linear_bias=given[2], logit_scale=given[3], temperature=temperature,
-            logit_softcap=softcap, return_entropy=True, return_argmax=True, validate_parts=True, **place,
-        )  # fmt: skip
-        assert row.argmax.equal(argmax.int())
-        assert row.argmax[1, 0] == 3
-        got = [row.log_prob, row.entropy]
-        found = torch.autograd.grad(got, given, list(upstream))
-        whole = torch.autograd.grad(want, exact, list(upstream.double()))
-        whole = [x[mine] if place in (1, 2) else x for place, x in enumerate(whole)]
-        torch.testing.assert_close([*got, *found], [*want, *whole], rtol=1e-4, atol=2e-5, check_dtype=False)
+        options = {"temperature": temperature, "logit_softcap": softcap}
+
+        def results(function, *given, options=options, upstream=upstream, target=target, **further):
+            x, w, b, s = leaves = [tensor.clone().requires_grad_() for tensor in given]
+            row = function(x, w, target, linear_bias=b, logit_scale=s, **options, **further)
+            numbers = [row.log_prob, row.entropy]
+            return row.argmax, [*numbers, *torch.autograd.grad(numbers, leaves, list(upstream))]
+
+        further = {"row_mask": (target >= 0) & (target < VOCABULARY), "statistics": ("log_prob", "entropy", "argmax")}
+        argmax, want = results(linear_row_statistics, hidden, weight, bias, scale, **further)
+        further = {"return_entropy": True, "return_argmax": True, "validate_parts": True, **place}
+        found, got = results(vocab_parallel_log_probs, hidden, weight[mine], bias[mine], scale, **further)
+        assert found.equal(argmax)
+        assert found[1, 0] == 3
+        want = [x[mine] if place in (3, 4) else x for place, x in enumerate(want)]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
     alone = vocab_parallel_log_probs(hidden, weight[mine], target, **place)
     torch.testing.assert_close(alone, linear_log_probs(hidden, weight, target), rtol=1e-5, atol=1e-5)
 
@@ -184,7 +176,7 @@ def every_check(rank, device):
     """In one group: starting two processes takes longer than all of it."""
     compare_with_the_whole(rank, device)
     refuse_parts_that_are_not(rank, device)
-    compare_log_probs_with_float64(rank, device)
+    compare_log_probs_with_the_whole(rank, device)
     hold_what_is_not_finite(rank, device)
 
 
