@@ -1,7 +1,6 @@
 """The GPU interpreter with race detection, and problems small enough for it."""
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -144,15 +143,6 @@ def make_problem(case: Case, weights: bool = False) -> Problem:
     spec = HeadSpec(h, v + case.padding, v, case.axis, np.dtype(case.dtype), case.options.get("logit_softcap"))
     head = Head(jnp.asarray(weight if case.axis == 0 else weight.T), bias, scale, u, spec)
     return Problem(jnp.asarray(p.arrays["hidden"]), head, jnp.asarray(np.maximum(p.labels, -1)))
-
-
-def logits_of(problem: Problem) -> jax.Array:
-    """`[n, v]` float32 logits from exact products."""
-    head, spec = problem.head, problem.head.spec
-    weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis).astype(jnp.float32)
-    wide = dataclasses.replace(spec, dtype=np.dtype(np.float32))
-    bias = None if head.bias is None else head.bias[: spec.vocab_size]
-    return dataclasses.replace(head, weight=weight, bias=bias, spec=wide).logits(Batch(problem.hidden))
 
 
 def block_of(weight: Any, rows: Any, vocab_axis: int, valid: Any = None, last: Any = None) -> MosaicBlock:
