@@ -214,7 +214,7 @@ def test_microbatches_add_up_in_a_main_grad_of_any_dtype_beside_the_gradients_wi
     of_hidden, of_weight, of_bias = gradients(loss(), (hidden, weight, bias))
     weight.main_grad = torch.full_like(weight, 0 if narrow else 1, dtype=dtype)
     before = weight.main_grad.clone()
-    assert_close(gradients(loss(), weight), (of_weight,), rtol=0, atol=0)  # what is asked for is not added
+    assert_close(gradients(loss(), weight), (of_weight,), rtol=0, atol=0)  # one that is asked for is not added
     for _ in range(2):
         loss().backward()
     assert weight.grad is None

@@ -73,7 +73,7 @@ def in_float64(given: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
 def check(
     function: Any, whole: dict[str, Tensor], options: dict[str, Any], mine: slice = slice(None), atol: float = 2e-5
 ) -> None:
-    """A divergence and the student's gradients, those of a weight's rows where these are `mine`, beside float64."""
+    """A divergence and the student's gradients, of a weight's rows that are `mine`, beside float64."""
     constants = {"temperature", *(name for name in whole if name.startswith("teacher"))}
     parts = ("linear_weight", "linear_bias", "up", "teacher_weight", "teacher_bias")
     exact = {name: x.double().requires_grad_(name not in constants) for name, x in whole.items()}
