@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pallas_ce import LowRank
-from tests.torch_bridge import processes
 from torch_bridge import linear_distillation, linear_log_probs, vocab_parallel_distillation
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -166,6 +165,7 @@ PARTS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
 
 
 def compare_parts_with_float64(rank: int, _: str) -> None:
+    """`test_vocab_parallel.py` runs it, in its two processes."""
     mine, place = slice(*CUTS[rank : rank + 2]), {"vocab_start": CUTS[rank], "vocab_size": V}
     for seed, (divergence, (names, options)) in enumerate(zip(itertools.cycle(DIVERGENCES), PARTS, strict=False)):
         function = functools.partial(vocab_parallel_distillation, validate_parts=seed == 0, vocab_start=CUTS[rank])
@@ -182,8 +182,3 @@ def compare_parts_with_float64(rank: int, _: str) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             vocab_parallel_distillation(**wrong)
-
-
-@pytest.mark.slow
-def test_two_parts_have_the_divergence_and_gradients_of_the_whole() -> None:
-    processes.run(compare_parts_with_float64)

@@ -8,6 +8,7 @@ import torch
 
 from pallas_ce import LowRank
 from tests.torch_bridge import processes
+from tests.torch_bridge.test_distillation import compare_parts_with_float64
 from torch_bridge import (
     linear_cross_entropy,
     linear_log_probs,
@@ -177,6 +178,7 @@ def every_check(rank, device):
     compare_with_the_whole(rank, device)
     refuse_parts_that_are_not(rank, device)
     compare_log_probs_with_the_whole(rank, device)
+    compare_parts_with_float64(rank, device)
     hold_what_is_not_finite(rank, device)
 
 
