@@ -18,7 +18,7 @@ from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
-from pallas_ce.statistics.divergences import Divergence, Name, PairPartial, whole
+from pallas_ce.statistics.divergences import Divergence, Name, PairPartial, finalise_pairs
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import PerInput
 from pallas_ce.streaming.rows import flat_rows
@@ -203,12 +203,12 @@ def compute_of_part(pair: Any, student: Any, teacher: Any, parts: Any, sums: Any
     """
     by_row: Any = functools.partial(two_heads.by_row, pair, operands(student, teacher))
     if parts is None:
-        numbers = 5 if pair.divergence.passes == 1 else 4  # a cross term needs no second pass
+        numbers = 5 if pair.divergence.name != "jsd" else 4  # a cross term needs no second pass
         own = by_row(lambda _, block, __: jax.tree.leaves(block.partial()), lambda zeros: [zeros] * numbers)
         return jnp.stack(own, axis=1)
     each = (part.T for part in jnp.unstack(parts, axis=1))
-    found = whole(pair.divergence, (PairPartial(Partial(*x[:2]), Partial(*x[2:4]), *x[4:]) for x in each))
-    if pair.divergence.passes > 1:
+    found = finalise_pairs(pair.divergence, (PairPartial(Partial(*x[:2]), Partial(*x[2:4]), *x[4:]) for x in each))
+    if pair.divergence.name == "jsd":
         if sums is None:
             own = by_row(lambda _, block, found: block.mixture_sums(found), lambda zeros: (zeros, zeros), found)
             return jnp.stack(own, axis=1)

@@ -138,7 +138,7 @@ class Block(abc.ABC):
         reference = _usable(_reference(head, self.batch, bounds)).astype(head.spec.accumulator)
         joined, exponentials = self.exponentials(reference, names)
         partial = joined()
-        height = log_sum(partial)  # lse - reference
+        height = log_sum(present(partial.sum_exp))  # lse - reference
         # A row with a NaN stays as it is: no reference would help.
         fits = ~((height < bounds.low) | (height > bounds.high))
         if head.valid_columns is not None:  # a shard of padding only has nothing to be measured

@@ -124,7 +124,7 @@ def _statistics_and_sums(
         coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
         gradient = Gradient(
             coefficients,
-            statistics["max_logit"] if coefficients.need_probabilities else None,
+            statistics["max_logit"] if coefficients.prob is not None else None,
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
             needs,
             factor,

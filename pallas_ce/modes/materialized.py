@@ -178,7 +178,7 @@ def _block_gradient(
 ) -> jax.Array:
     """dlogits `[n, V']` of a block of rows, before or after rounding; exactly 0 in rows that do not count."""
     coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
-    reference = statistics["max_logit"] if coefficients.need_probabilities else None
+    reference = statistics["max_logit"] if coefficients.prob is not None else None
     gradient = Gradient(coefficients, reference, statistics.get("argmax"))
     if (kernels := how.backend.materialized) is not None:
         return kernels.dlogits(head, gradient, rows.batch, rows.mask)

@@ -92,7 +92,7 @@ def _gradients(
     coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
     coefficients = coef.measured_from_largest(coefficients, kept.get("log_sum"))
-    reference = kept["max_logit"] if coefficients.need_probabilities else None
+    reference = kept["max_logit"] if coefficients.prob is not None else None
     argmax = shards.columns(kept["argmax"], head) if coefficients.argmax is not None else None
     backend, tokens = how.backend, rows.batch.hidden.shape[0]
     plan, needs = how.block_sizes(head.spec, tokens, "recompute"), needed_products(needs_grad, head.spec.rank)

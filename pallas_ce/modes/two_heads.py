@@ -179,8 +179,8 @@ def by_row[Out](
 
 def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
     def make(shards: Shards, block: Block, _: None) -> PairStatistics:
-        found = pairs.whole(pair.divergence, shards.of_each(block.partial(), None)[0])
-        if pair.divergence.passes == 1:
+        found = pairs.finalise_pairs(pair.divergence, shards.of_each(block.partial(), None)[0])
+        if pair.divergence.name != "jsd":
             return found
         return found.with_mixture(*shards.of_each((), block.mixture_sums(found))[1])
 

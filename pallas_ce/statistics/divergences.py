@@ -34,19 +34,12 @@ from pallas_ce.statistics.row import Partial, gap, merge, partial_of_tile
 
 Name = Literal["forward_kl", "reverse_kl", "jsd"]
 
-_LSE = frozenset({"lse"})
-
 
 class Divergence(NamedTuple):
     """Which divergence; static and hashable."""
 
     name: Name
     beta: float  # β of "jsd", the teacher's share of the mixture; unused by the others
-
-    @property
-    def passes(self) -> int:
-        """Passes of the forward over the vocabulary."""
-        return 2 if self.name == "jsd" else 1
 
 
 class Normaliser(NamedTuple):
@@ -98,16 +91,13 @@ def partial_of_tiles(
     divergence: Divergence, student: jax.Array, teacher: jax.Array, columns: jax.Array, valid: jax.Array | None
 ) -> PairPartial:
     """The `PairPartial` of one tile of both heads' tempered logits `[n, c]`."""
-    parts = [partial_of_tile(z, columns, valid, None, None, _LSE) for z in (student, teacher)]
-    cross = None
-    if divergence.name != "jsd":
-        (x, x_max), (y, y_max) = _ordered(
-            divergence, (student, present(parts[0].max)), (teacher, present(parts[1].max))
-        )
-        x = x if valid is None else jnp.where(valid[None, :], x, -jnp.inf)
-        x, y = gap(x, x_max[:, None]), gap(y, y_max[:, None])
-        cross = product(jnp.exp(x), x - y).sum(axis=1)
-    return PairPartial(parts[0], parts[1], cross)
+    parts = [partial_of_tile(z, columns, valid, None, None, frozenset({"lse"})) for z in (student, teacher)]
+    if divergence.name == "jsd":
+        return PairPartial(*parts)
+    (x, of_x), (y, of_y) = _ordered(divergence, (student, parts[0]), (teacher, parts[1]))
+    x = x if valid is None else jnp.where(valid[None, :], x, -jnp.inf)
+    x, y = gap(x, present(of_x.max)[:, None]), gap(y, present(of_y.max)[:, None])
+    return PairPartial(*parts, product(jnp.exp(x), x - y).sum(axis=1))
 
 
 def merge_pairs(divergence: Divergence, a: PairPartial, b: PairPartial) -> PairPartial:
@@ -121,23 +111,17 @@ def merge_pairs(divergence: Divergence, a: PairPartial, b: PairPartial) -> PairP
     have no weight contribute 0 however far the other head's logit lies: 0·(±inf) = 0, selected.
     """
     student, teacher = merge(a.student, b.student), merge(a.teacher, b.teacher)
-    cross = None
-    if a.cross is not None and b.cross is not None:
-        cross = _measured_from(divergence, a, student, teacher) + _measured_from(divergence, b, student, teacher)
-    return PairPartial(student, teacher, cross)
+    if divergence.name == "jsd":
+        return PairPartial(student, teacher)
 
+    def measured_anew(part: PairPartial) -> jax.Array:
+        x, y = _ordered(divergence, (part.student, student), (part.teacher, teacher))
+        x_gap, y_gap = (gap(present(own.max), present(joint.max)) for own, joint in (x, y))
+        weight = jnp.exp(x_gap)
+        moved = product(weight * present(x[0].sum_exp), x_gap - y_gap)
+        return product(weight, present(part.cross)) + moved
 
-def whole(divergence: Divergence, parts: Iterable[PairPartial]) -> PairStatistics:
-    """The statistics of the whole vocabulary, from its parts'."""
-    return finalise_pairs(divergence, functools.reduce(functools.partial(merge_pairs, divergence), parts))
-
-
-def _measured_from(divergence: Divergence, part: PairPartial, student: Partial, teacher: Partial) -> jax.Array:
-    x, y = _ordered(divergence, (part.student, student), (part.teacher, teacher))
-    x_gap, y_gap = (gap(present(own.max), present(joint.max)) for own, joint in (x, y))
-    weight = jnp.exp(x_gap)
-    moved = product(weight * present(x[0].sum_exp), x_gap - y_gap)
-    return product(weight, present(part.cross)) + moved
+    return PairPartial(student, teacher, measured_anew(a) + measured_anew(b))
 
 
 def _ordered[T](divergence: Divergence, student: T, teacher: T) -> tuple[T, T]:
@@ -145,11 +129,12 @@ def _ordered[T](divergence: Divergence, student: T, teacher: T) -> tuple[T, T]:
     return (teacher, student) if divergence.name == "forward_kl" else (student, teacher)
 
 
-def finalise_pairs(divergence: Divergence, partial: PairPartial) -> PairStatistics:
-    """The statistics, from a `PairPartial` over the whole vocabulary; for "jsd" the normalisers only.
+def finalise_pairs(divergence: Divergence, parts: Iterable[PairPartial]) -> PairStatistics:
+    """The statistics, from the parts of the whole vocabulary; for "jsd" the normalisers only.
 
     `KL(x‖y) = E_x[(x - m_x) - (y - m_y)] - log S_x + log S_y`, in which both offsets have cancelled.
     """
+    partial = functools.reduce(functools.partial(merge_pairs, divergence), parts)
     x, y = _ordered(divergence, present(partial.student.sum_exp), present(partial.teacher.sum_exp))
     both = x * y
     # 0 in a row with a distribution of each head, +inf where one has none, NaN where one has a NaN or +inf.

@@ -27,7 +27,7 @@ from jax import lax
 from pallas_ce.head import Batch
 from pallas_ce.statistics.logits import places_in_tile, present, reference_of
 from pallas_ce.statistics.row import primitive_names, spread
-from pallas_ce.statistics.table import PRIMITIVES, TERMS, Values
+from pallas_ce.statistics.table import PRIMITIVES, Values
 from pallas_ce.statistics.table import Coefficients as Coefficients
 from pallas_ce.streaming.loops import fori_loop
 
@@ -63,15 +63,20 @@ def measured_from_largest(coefficients: Coefficients, log_sum: jax.Array | None)
 
     Where a logit is +inf, so is l, and the others have probability 0 by any factor.
     """
-    if not coefficients.need_probabilities:
-        return coefficients
+    c = coefficients
+    if c.prob is None:
+        return c
     log_sum = reference_of(present(log_sum))
-    scale, found = jnp.exp(-log_sum), Values()
-    for name, term in TERMS.items():
-        if getattr(coefficients, name) is not None:
-            for key, value in term.measured(coefficients, scale, log_sum).items():
-                found[key] = found[key] + value if key in found else value
-    return coefficients._replace(**found)
+    scale = jnp.exp(-log_sum)
+    found = {"prob": scale * c.prob}
+    if c.prob_log_prob is not None:
+        shift, found["prob_log_prob"] = -scale * c.prob_log_prob * log_sum, scale * c.prob_log_prob
+        found["prob"] += shift
+    if c.prob_sq is not None:
+        found["prob_sq"] = scale * scale * c.prob_sq
+    if c.prob_deviation_sq is not None:
+        found |= {"prob_deviation_sq": scale * c.prob_deviation_sq, "entropy": present(c.entropy) - log_sum}
+    return c._replace(**found)
 
 
 def at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
@@ -134,12 +139,18 @@ def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) 
     A mean over N tokens has coefficients of 1/N and entries of p/N, which underflow in float16 from N = 1e4 on. A power
     of two costs no accuracy, and the product is multiplied back in float32.
     """
-    bounds = [TERMS[name].bound(coefficients) for name in TERMS if getattr(coefficients, name) is not None]
+    c = coefficients
+    bounds = [] if c.prob is None else [abs(c.prob)]
+    if c.prob_log_prob is not None:  # -p log p ≤ 1/e
+        bounds.append(0.37 * abs(c.prob_log_prob))
+    if c.prob_sq is not None:
+        bounds.append(abs(c.prob_sq))
+    if c.prob_deviation_sq is not None:  # |log p + H| is at most the larger of -log p and H, and p·log²p ≤ 4/e²
+        bounds.append(jnp.maximum(0.55, jnp.square(present(c.entropy))) * abs(c.prob_deviation_sq))
     # Each of K targets has a column of its own, where no other adds to it.
-    entries = [c for c in (coefficients.target, coefficients.argmax) if c is not None]
-    bounds += [jnp.max(abs(c), axis=1) if c.ndim == 2 else abs(c) for c in entries]
-    if coefficients.logit_weights is not None:
-        bounds.append(abs(coefficients.logit_weights) * logit_weights_max)
+    bounds += [jnp.max(abs(x), axis=1) if x.ndim == 2 else abs(x) for x in (c.target, c.argmax) if x is not None]
+    if c.logit_weights is not None:
+        bounds.append(abs(c.logit_weights) * logit_weights_max)
     bound = sum(bounds[1:], bounds[0])
     # Within the exponents whose powers are normal float32 numbers, in both directions.
     shift = jnp.clip(exponent_above(bound) - _TARGET_EXPONENT, -120, 120)
@@ -163,8 +174,8 @@ def dlogits(
     The arguments are as `row.partial_of_tile` has them. The `reference [n]`, not less than the logits, is m for
     coefficients that are `measured_from_largest`, or the lse. `softcap` is what bounds the logits, `Head.bound`.
     """
-    terms = []
-    if coefficients.prob is not None:
+    c, terms = coefficients, []
+    if c.prob is not None:
         assert reference is not None
         # A row of -inf only has no distribution: p = 0 throughout, hence gradient 0.
         # Above 0 by rounding only, but far where logits are large: by up to 64 at 1e9, which low temperatures make.
@@ -172,23 +183,27 @@ def dlogits(
         log_p = logits - jnp.where(jnp.isneginf(reference), 0.0, reference)[:, None]
         log_p = jnp.where(log_p > 0, 0.0, log_p)
         p = jnp.exp(log_p)
-        inner, some = coefficients.prob[:, None], jnp.where(p == 0, 0.0, log_p)
-        for name, term in TERMS.items():
-            if (coefficient := getattr(coefficients, name)) is not None and term.factor is not None:
-                inner = inner + coefficient[:, None] * term.factor(p, some, coefficients)
+        inner, log_p = c.prob[:, None], jnp.where(p == 0, 0.0, log_p)
+        if c.prob_log_prob is not None:
+            inner = inner + c.prob_log_prob[:, None] * log_p
+        if c.prob_sq is not None:
+            inner = inner + c.prob_sq[:, None] * p
+        if c.prob_deviation_sq is not None:
+            # Measured from the mean of log p: as p·log²p beside the others, a flat row's would cancel and lose a digit.
+            inner = inner + c.prob_deviation_sq[:, None] * jnp.square(log_p + present(c.entropy)[:, None])
         terms.append(p * inner)
-    if coefficients.target is not None and coefficients.target.ndim == 1:
-        terms.append(jnp.where(columns[None, :] == present(labels)[:, None], coefficients.target[:, None], 0.0))
-    if coefficients.logit_weights is not None:
-        terms.append(coefficients.logit_weights[:, None] * present(logit_weights)[None, :])
-    if coefficients.argmax is not None:
-        terms.append(jnp.where(columns[None, :] == present(argmax)[:, None], coefficients.argmax[:, None], 0.0))
+    if c.target is not None and c.target.ndim == 1:
+        terms.append(jnp.where(columns[None, :] == present(labels)[:, None], c.target[:, None], 0.0))
+    if c.logit_weights is not None:
+        terms.append(c.logit_weights[:, None] * present(logit_weights)[None, :])
+    if c.argmax is not None:
+        terms.append(jnp.where(columns[None, :] == present(argmax)[:, None], c.argmax[:, None], 0.0))
     total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(logits)
-    if coefficients.target is not None and coefficients.target.ndim == 2:
+    if c.target is not None and c.target.ndim == 2:
         assert labels is not None
         place, inside = places_in_tile(labels, columns, valid)
         rows = jnp.arange(labels.shape[0])[:, None]
-        total = total.at[rows, place].add(jnp.where(inside, coefficients.target, 0.0), mode="promise_in_bounds")
+        total = total.at[rows, place].add(jnp.where(inside, c.target, 0.0), mode="promise_in_bounds")
     if softcap is not None:
         total = total * (1.0 - jnp.square(logits / softcap))
     return total if valid is None else jnp.where(valid, total, 0.0)

@@ -6,6 +6,7 @@ statistic is stands in `table`.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.statistics.logits import LogitsTile, present, reference_of
-from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, Values, larger
+from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, Field, Values, larger
 from pallas_ce.statistics.table import Partial as Partial
 from pallas_ce.statistics.table import RowStatistics as RowStatistics
 from pallas_ce.statistics.table import spread as spread
@@ -23,7 +24,7 @@ STATISTICS = RowStatistics._fields
 
 def primitive_names(names: Iterable[str]) -> frozenset[str]:
     """The statistics a kernel must compute so that those in `names` can be derived."""
-    return frozenset(part for name in names for part in (DERIVED[name].parts if name in DERIVED else (name,)))
+    return frozenset(part for name in names for part in DERIVED.get(name, (name,)))
 
 
 def only[T](values: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
@@ -36,7 +37,7 @@ def only[T](values: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
 
 def needs_labels(name: str) -> bool:
     """Whether a statistic is one of targets, and so has one entry for each target of a row."""
-    return any(PRIMITIVES[part].of_targets for part in primitive_names((name,)))
+    return "target_logit" in fields_of(primitive_names((name,)))
 
 
 def struct(name: str, rows: tuple[int, ...], targets: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -47,24 +48,14 @@ def struct(name: str, rows: tuple[int, ...], targets: tuple[int, ...], dtype: np
 
 def from_primitives(primitives: Values, names: Iterable[str]) -> RowStatistics:
     """`RowStatistics` holding just `names`, from the primitive ones."""
-    values = {name: DERIVED[name].value(primitives) if name in DERIVED else primitives[name] for name in names}
-    return RowStatistics(**values)
+    parts = {name: [primitives[part] for part in DERIVED.get(name, (name,))] for name in names}
+    return RowStatistics(**{name: functools.reduce(operator.sub, values) for name, values in parts.items()})
 
 
-def fields_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The fields of `Partial` that primitive statistics are made of, in order."""
+def fields_of(names: Iterable[str], targets: bool = True) -> tuple[str, ...]:
+    """The fields of `Partial` that primitive statistics are made of, in order, with or without the targets' logits."""
     needed = {field for name in names for field in PRIMITIVES[name].fields}
-    return tuple(field for field in FIELDS if field in needed)
-
-
-def reads_logit_weights(names: Iterable[str]) -> bool:
-    """Whether some primitive statistic is one of `logit_weights`."""
-    return "sum_weights" in fields_of(names)
-
-
-def fields_for(names: frozenset[str]) -> tuple[str, ...]:
-    """The fields of `Partial` that the statistics in `names` need beside the targets' logits, in order."""
-    return tuple(field for field in fields_of(names) if field != "target_logit")
+    return tuple(field for field in FIELDS if field in needed and (targets or field != "target_logit"))
 
 
 def partial_of_tile(
@@ -85,7 +76,7 @@ def partial_of_tile(
         logit_weights: `[c]`, the u of `mean_logit`.
         names: primitive statistics to prepare.
     """
-    fields = fields_for(names) if labels is None else fields_of(names)
+    fields = fields_of(names, targets=labels is not None)
     tile, found = LogitsTile(logits, columns, valid, labels, logit_weights, "sum_exp" in fields), Partial()
     for field in fields:
         found = found._replace(**{field: FIELDS[field].tile(tile, found)})
@@ -118,34 +109,26 @@ def joined(parts: Partial, join: Callable[..., Partial] = merge) -> Partial:
     of rows, and so would the bits of a row depend on the others.
     """
     while (count := len(jax.tree.leaves(parts)[0])) > 1:
-        size = -(-count // _JOINED)
-        whole = {
-            field: jnp.pad(
-                x,
-                [(0, min(count, _JOINED) * size - count), *[(0, 0)] * (x.ndim - 1)],
-                constant_values=FIELDS[field].neutral,
-            )
-            for field, x in parts._asdict().items()
-            if x is not None
-        }
-        each = (
-            Partial(**{field: x[start : start + size] for field, x in whole.items()})
-            for start in range(0, min(count, _JOINED) * size, size)
-        )
-        parts = join(*each)
+        sets = min(count, _JOINED)
+        size = -(-count // sets)
+
+        def padded(field: Field, x: jax.Array, missing: int = sets * size - count) -> jax.Array:
+            return jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)], constant_values=field.neutral)
+
+        whole, starts = parts.map(padded), range(0, sets * size, size)
+        parts = join(*(jax.tree.map(operator.itemgetter(slice(i, i + size)), whole) for i in starts))
     return jax.tree.map(lambda x: x[0], parts)
 
 
 def without_columns(like: Partial) -> Partial:
     """The neutral `Partial` with the fields, shapes and dtypes of another one."""
-    fields = {field: x for field, x in like._asdict().items() if x is not None}
-    return Partial(**{field: jnp.full(x.shape, FIELDS[field].neutral, x.dtype) for field, x in fields.items()})
+    return like.map(lambda field, x: jnp.full(x.shape, field.neutral, x.dtype))
 
 
 def moved(part: Partial, distance: jax.Array) -> Partial:
     """The sums measured from M, where `distance = m - M`; `max` stays."""
-    scale, rules = jnp.exp(distance), ((f, FIELDS[f].moved) for f, x in part._asdict().items() if x is not None)
-    return part._replace(**{field: rule(part, scale, distance) for field, rule in rules if rule is not None})
+    scale = jnp.exp(distance)
+    return part.map(lambda field, x: x if field.moved is None else field.moved(part, scale, distance))
 
 
 def add(*parts: Partial) -> Partial:
@@ -181,8 +164,7 @@ def finalise(partial: Partial, names: frozenset[str]) -> Values:
 
     A row of -inf only has lse -inf, and 0 for whatever comes from its probabilities. A row with a NaN has NaN in all.
     """
-    return {
-        name: statistic.finalise(partial)
-        for name, statistic in PRIMITIVES.items()
-        if name in names and all(getattr(partial, field) is not None for field in statistic.fields)
+    read = {
+        name: [getattr(partial, field) for field in PRIMITIVES[name].fields] for name in PRIMITIVES if name in names
     }
+    return {name: PRIMITIVES[name].finalise(*values) for name, values in read.items() if None not in values}

@@ -1,10 +1,9 @@
 """The table of row statistics: everything that is known of one stands in its entry.
 
 `PRIMITIVES` and `DERIVED` have an entry for each field of `RowStatistics`, and for what only derivatives read; `FIELDS`
-for each of `Partial`, `TERMS` for the terms of dlogits that probabilities scale. A new statistic is a field of
-`RowStatistics` and an entry here, with a field of `Partial` or a term where those that exist do not serve. `row` and
-`gradient` hold the rules that read this. A backend with a language of its own translates fields and terms; tests
-compare its translations with these.
+for each of `Partial`. A new statistic is a field of `RowStatistics` and an entry here, with a field of `Partial` or a
+term of `gradient`'s formula where those that exist do not serve. `row` and `gradient` hold the rules that read this. A
+backend with a language of its own translates fields and terms; tests compare its translations with these.
 """
 
 from collections.abc import Callable
@@ -79,11 +78,15 @@ class Partial(NamedTuple):
     sum_exp_deviation_sq: jax.Array | None = None
     sum_weights: jax.Array | None = None  # Σ u of the columns seen
 
+    def map(self, function: Callable[["Field", jax.Array], jax.Array]) -> "Partial":
+        """`function(field, x)` of each number x that is kept."""
+        return Partial(**{name: function(FIELDS[name], x) for name, x in self._asdict().items() if x is not None})
+
 
 class Coefficients(NamedTuple):
     """Per-row numbers `[n]` of `gradient`'s formula; None for a term that is absent, whose work is not done."""
 
-    prob: jax.Array | None = None  # A
+    prob: jax.Array | None = None  # A; None where `p`, hence the row's lse, does not appear at all
     prob_log_prob: jax.Array | None = None  # B
     prob_sq: jax.Array | None = None  # C
     target: jax.Array | None = None  # D, [n] or [n, K]
@@ -91,11 +94,6 @@ class Coefficients(NamedTuple):
     argmax: jax.Array | None = None  # F
     prob_deviation_sq: jax.Array | None = None  # G
     entropy: jax.Array | None = None  # H: where G's term is measured from, no coefficient itself
-
-    @property
-    def need_probabilities(self) -> bool:
-        """Whether `p`, hence the row's lse, appears at all."""
-        return self.prob is not None
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "Coefficients":
         """`function` of each coefficient; the entropy stays what it is."""
@@ -137,11 +135,6 @@ def _lowest_argmax(a: Partial, b: Partial) -> jax.Array:
     return jnp.where((b_top > a_top) | (jnp.isnan(b_top) & (a_top == a_top)), b_place, lowest)
 
 
-def _deviation_sq_of_tile(tile: LogitsTile, found: Partial) -> jax.Array:
-    deviation = tile.distance - mean_distance(found)[:, None]
-    return product(tile.exp, jnp.square(deviation)).sum(axis=1)
-
-
 def _added_deviation_sq(a: Partial, b: Partial) -> jax.Array:
     """Chan, Golub and LeVeque: `Q_a + Q_b + S_a S_b / (S_a + S_b) · (μ_a - μ_b)²`, with S the sums of exponentials."""
     share = present(a.sum_exp) / jnp.maximum(present(a.sum_exp) + present(b.sum_exp), _TINY)
@@ -151,11 +144,7 @@ def _added_deviation_sq(a: Partial, b: Partial) -> jax.Array:
 
 # By the names of `Partial`, in an order in which `tile` finds what it reads.
 FIELDS: dict[str, Field] = {
-    "max": Field(
-        lambda tile, _: tile.top,
-        added=lambda a, b: larger(present(a.max), present(b.max)),
-        neutral=-jnp.inf,
-    ),
+    "max": Field(lambda tile, _: tile.top, None, lambda a, b: larger(present(a.max), present(b.max)), -jnp.inf),
     "sum_exp": Field(lambda tile, _: tile.sum_exp, lambda part, f, d: f * present(part.sum_exp)),
     "sum_exp_shifted": Field(
         lambda tile, _: product(tile.exp, tile.distance).sum(axis=1),
@@ -170,12 +159,11 @@ FIELDS: dict[str, Field] = {
         lambda part, f, d: present(part.weighted_sum) + jnp.where(d == 0, 0.0, product(present(part.sum_weights), d)),
     ),
     "sum_weights": Field(lambda tile, _: tile.sum_weights),
-    "argmax": Field(
-        lambda tile, _: tile.columns[0] + tile.z.argmax(axis=1).astype(jnp.int32),
-        added=_lowest_argmax,
-    ),
+    "argmax": Field(lambda tile, _: tile.columns[0] + tile.z.argmax(axis=1).astype(jnp.int32), added=_lowest_argmax),
     "sum_exp_deviation_sq": Field(
-        _deviation_sq_of_tile, lambda part, f, d: f * present(part.sum_exp_deviation_sq), _added_deviation_sq
+        lambda tile, found: product(tile.exp, jnp.square(tile.distance - mean_distance(found)[:, None])).sum(axis=1),
+        lambda part, f, d: f * present(part.sum_exp_deviation_sq),
+        _added_deviation_sq,
     ),
 }
 
@@ -183,67 +171,25 @@ FIELDS: dict[str, Field] = {
 Values = dict[str, jax.Array]
 
 
-class Term(NamedTuple):
-    """A term `p_j · coefficient · factor_j` of dlogits."""
-
-    # `(p, log p, coefficients)`, `[n, c]` each of the first two; None: 1. `log p` is 0 where p is.
-    factor: Callable[[jax.Array, jax.Array, Coefficients], jax.Array] | None
-    bound: Callable[[Coefficients], jax.Array]  # the largest `|p_j · coefficient · factor_j|` `[n]`
-    # `(coefficients, e^{-l}, l)`: what the term is made of with `e^y` for p and y for log p, where `log p = y - l`, by
-    # the names of `Coefficients`, in which values add up.
-    measured: Callable[[Coefficients, jax.Array, jax.Array], Values]
-
-
-# By the names of `Coefficients`.
-TERMS: dict[str, Term] = {
-    "prob": Term(None, lambda c: abs(present(c.prob)), lambda c, scale, log_sum: {"prob": scale * present(c.prob)}),
-    "prob_log_prob": Term(
-        lambda p, log_p, c: log_p,
-        lambda c: 0.37 * abs(present(c.prob_log_prob)),  # -p log p ≤ 1/e
-        lambda c, scale, log_sum: {
-            "prob": -scale * present(c.prob_log_prob) * log_sum,
-            "prob_log_prob": scale * present(c.prob_log_prob),
-        },
-    ),
-    "prob_sq": Term(
-        lambda p, log_p, c: p,
-        lambda c: abs(present(c.prob_sq)),
-        lambda c, scale, log_sum: {"prob_sq": scale * scale * present(c.prob_sq)},
-    ),
-    # Measured from the mean of log p: as p·log²p beside the other terms, a flat row's would cancel and lose a digit.
-    "prob_deviation_sq": Term(
-        lambda p, log_p, c: jnp.square(log_p + present(c.entropy)[:, None]),
-        # |log p + H| is at most the larger of -log p and H, and p·log²p ≤ 4/e².
-        lambda c: jnp.maximum(0.55, jnp.square(present(c.entropy))) * abs(present(c.prob_deviation_sq)),
-        lambda c, scale, log_sum: {
-            "prob_deviation_sq": scale * present(c.prob_deviation_sq),
-            "entropy": present(c.entropy) - log_sum,
-        },
-    ),
-}
-
-
 class Statistic(NamedTuple):
     """A primitive statistic."""
 
     fields: tuple[str, ...]  # of `Partial`, which it is made of
-    finalise: Callable[[Partial], jax.Array]  # from a `Partial` over the whole vocabulary
+    finalise: Callable[..., jax.Array]  # from these fields over the whole vocabulary
     definition: Callable[[Row], jax.Array]  # from whole rows: what the reference computes and differentiates
     saved: tuple[str, ...] = ()  # the statistics that the backward needs where it is differentiated
     # `(g, saved)`: what a cotangent g adds to `Coefficients`, by name.
     coefficients: Callable[[jax.Array, Values], Values] = lambda g, saved: {}
-    of_targets: bool = False  # whether it has one entry for each target of a row
 
 
-def total(part: Partial) -> jax.Array:
+def total(sum_exp: jax.Array) -> jax.Array:
     """`Σ e^{z-m}`; 1 for a row of -inf only, which so has lse -inf and nothing else but 0."""
-    sum_exp = present(part.sum_exp)
     return jnp.where(sum_exp == 0, 1.0, sum_exp)
 
 
-def log_sum(part: Partial) -> jax.Array:
+def log_sum(sum_exp: jax.Array) -> jax.Array:
     """`l = lse - m`, from 0 to log V."""
-    return jnp.log(total(part))
+    return jnp.log(total(sum_exp))
 
 
 # The parts m and l of `log p = (z - m) - l`. Their sum, the lse, is rounded to the size of the logits: at 1e5 to 4e-3.
@@ -259,80 +205,68 @@ def _log_prob(target: jax.Array, m: jax.Array, log_sum: jax.Array) -> jax.Array:
 PRIMITIVES: dict[str, Statistic] = {
     "lse": Statistic(
         ("max", "sum_exp"),
-        finalise=lambda part: present(part.max) + log_sum(part),
+        finalise=lambda m, sum_exp: m + log_sum(sum_exp),
         definition=lambda row: row.lse,
         saved=_NORMALISER,
         coefficients=lambda g, saved: {"prob": g},
     ),
     # Not to be asked for, and so the next one: constants that derivatives read.
-    "log_sum": Statistic(("max", "sum_exp"), finalise=log_sum, definition=lambda row: row.log_sum),
-    "sum_weights": Statistic(
-        ("sum_weights",),
-        finalise=lambda part: present(part.sum_weights),
-        definition=lambda row: row.tile.sum_weights,
-    ),
+    "log_sum": Statistic(("max", "sum_exp"), lambda m, sum_exp: log_sum(sum_exp), lambda row: row.log_sum),
+    "sum_weights": Statistic(("sum_weights",), lambda sum_weights: sum_weights, lambda row: row.tile.sum_weights),
     "log_prob": Statistic(
         ("max", "sum_exp", "target_logit"),
-        finalise=lambda part: _log_prob(present(part.target_logit), present(part.max), log_sum(part)),
+        finalise=lambda m, sum_exp, target: _log_prob(target, m, log_sum(sum_exp)),
         definition=lambda row: _log_prob(
             row.tile.target(), jnp.where(jnp.isneginf(row.lse), row.lse, row.reference), row.log_sum
         ),
         saved=_NORMALISER,
         coefficients=lambda g, saved: {"prob": -g.reshape(g.shape[0], -1).sum(axis=1), "target": g},
-        of_targets=True,
     ),
     "target_logit": Statistic(
         ("target_logit",),
-        finalise=lambda part: present(part.target_logit),
+        finalise=lambda target: target,
         definition=lambda row: row.tile.target(),
         coefficients=lambda g, saved: {"target": g},
-        of_targets=True,
     ),
     "mean_logit": Statistic(
         ("max", "weighted_sum", "sum_weights"),
-        finalise=lambda part: (
-            present(part.weighted_sum) + product(present(part.sum_weights), reference_of(present(part.max)))
-        ),
+        finalise=lambda m, weighted, sum_weights: weighted + product(sum_weights, reference_of(m)),
         definition=lambda row: row.tile.weighted(jnp.zeros_like(row.lse)),
         coefficients=lambda g, saved: {"logit_weights": g},
     ),
     "mean_log_prob": Statistic(
         ("max", "sum_exp", "weighted_sum", "sum_weights"),
-        finalise=lambda part: present(part.weighted_sum) - product(present(part.sum_weights), log_sum(part)),
+        finalise=lambda m, sum_exp, weighted, sum_weights: weighted - product(sum_weights, log_sum(sum_exp)),
         definition=lambda row: row.tile.weighted(row.reference) - product(row.tile.sum_weights, row.log_sum),
         saved=(*_NORMALISER, "sum_weights"),
         coefficients=lambda g, saved: {"prob": -g * saved["sum_weights"], "logit_weights": g},
     ),
     "entropy": Statistic(
         ("max", "sum_exp", "sum_exp_shifted"),
-        finalise=lambda part: log_sum(part) - present(part.sum_exp_shifted) / total(part),
+        finalise=lambda m, sum_exp, shifted: log_sum(sum_exp) - shifted / total(sum_exp),
         definition=Row.entropy,
         saved=(*_NORMALISER, "entropy"),
         coefficients=lambda g, saved: {"prob": -g * saved["entropy"], "prob_log_prob": -g},
     ),
     "sum_sq_probs": Statistic(
         ("max", "sum_exp", "sum_exp_sq"),
-        finalise=lambda part: present(part.sum_exp_sq) / (total(part) * total(part)),
+        finalise=lambda m, sum_exp, squares: squares / (total(sum_exp) * total(sum_exp)),
         definition=lambda row: (row.p * row.p).sum(axis=1),
         saved=(*_NORMALISER, "sum_sq_probs"),
         coefficients=lambda g, saved: {"prob": -2 * g * saved["sum_sq_probs"], "prob_sq": 2 * g},
     ),
     "max_logit": Statistic(
         ("max",),
-        finalise=lambda part: present(part.max),
+        finalise=lambda m: m,
         definition=lambda row: jnp.take_along_axis(row.tile.logits, row.argmax()[:, None], axis=1)[:, 0],
         saved=("argmax",),
         coefficients=lambda g, saved: {"argmax": g},
     ),
-    "argmax": Statistic(
-        ("max", "argmax"),
-        finalise=lambda part: present(part.argmax),
-        definition=Row.argmax,
-    ),
+    "argmax": Statistic(("max", "argmax"), finalise=lambda m, argmax: argmax, definition=Row.argmax),
     # With y = log p + H, which is z less its mean: V = Σ p y², and `dV/dz_j = p_j·(y_j² + 2·y_j - V)`.
     "varentropy": Statistic(
         ("max", "sum_exp", "sum_exp_shifted", "sum_exp_deviation_sq"),
-        finalise=lambda part: present(part.sum_exp_deviation_sq) / total(part),
+        finalise=lambda m, sum_exp, shifted, deviation_sq: deviation_sq / total(sum_exp),
         definition=lambda row: (row.p * jnp.square(row.log_p + row.entropy()[:, None])).sum(axis=1),
         saved=(*_NORMALISER, "entropy", "varentropy"),
         coefficients=lambda g, saved: {
@@ -350,13 +284,5 @@ def spread(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
 
 
-class Derived(NamedTuple):
-    """A statistic that is a sum or difference of primitive ones; backends never see its name."""
-
-    parts: tuple[str, ...]
-    value: Callable[[Values], jax.Array]
-
-
-DERIVED: dict[str, Derived] = {
-    "expected_logit": Derived(("lse", "entropy"), lambda values: values["lse"] - values["entropy"]),
-}
+# Statistics that are the first primitive one less the second; backends never see their names.
+DERIVED: dict[str, tuple[str, str]] = {"expected_logit": ("lse", "entropy")}

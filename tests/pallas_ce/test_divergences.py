@@ -37,7 +37,7 @@ def _joined(divergence: Divergence, student: np.ndarray, teacher: np.ndarray, cu
     ]  # fmt: skip
     while len(parts) > 1:
         parts = [pairs.merge_pairs(divergence, parts[0], parts[1]), *parts[2:]]
-    return pairs.finalise_pairs(divergence, parts[0])
+    return pairs.finalise_pairs(divergence, parts)
 
 
 @pytest.mark.parametrize("divergence", EVERY, ids=lambda d: d.name)

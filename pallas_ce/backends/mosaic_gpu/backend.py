@@ -28,7 +28,7 @@ from pallas_ce.backends.mosaic_gpu.kernels.product_kernel import NarrowSumEpilog
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel, device_refusal
 from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
-from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
+from pallas_ce.statistics.row import Partial, add, fields_of
 from pallas_ce.streaming.gradient_products import WeightGradient
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Columns
@@ -151,8 +151,8 @@ class MosaicBlock(KernelBlock):
         head, spec, (rows, _) = self.head, self.head.spec, self.batch.hidden.shape
         valid, into = again or (self.valid_rows, None)
         # The sums of u are the same for all rows.
-        fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
-        count, weighted = 1 + forward_kernel.vectors(names), reads_logit_weights(names)
+        fields = tuple(field for field in fields_of(names | {"lse"}, targets=False) if field != "sum_weights")
+        count, weighted = 1 + forward_kernel.vectors(names), "sum_weights" in fields_of(names)
         logits, given = operands.operands("stash", head, self.batch.hidden, count, weighted)
         # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the
         # kernel always reads how many rows are valid, and always writes into an array.

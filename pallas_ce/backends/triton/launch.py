@@ -14,7 +14,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
-from pallas_ce.statistics.row import Partial, add, fields_for, joined, merge, reads_logit_weights
+from pallas_ce.statistics.row import Partial, add, fields_of, joined, merge
 from pallas_ce.streaming.tiles import Columns, pad
 
 # Registers that numbers take, where options and other numbers take 1; and a mask's.
@@ -30,7 +30,7 @@ _STEP = 16
 
 def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
     """The `Partial` over the head's vocabulary, without targets; of rows from `filled []` on it means nothing."""
-    return _made(head, batch, names, filled)[0]() if fields_for(names) else Partial()
+    return _made(head, batch, names, filled)[0]() if fields_of(names, targets=False) else Partial()
 
 
 def exponentials(
@@ -57,14 +57,14 @@ def _made(
     inputs: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> tuple[Callable[[], Partial], dict[str, jax.Array]]:
     """What makes the `Partial` without targets, and the kernel's outputs: with inputs also exponentials."""
-    spec, fields = head.spec, [field for field in fields_for(names) if field != "sum_weights"]
+    spec, fields = head.spec, [field for field in fields_of(names, targets=False) if field != "sum_weights"]
     config = _config(head, batch, "stash" if inputs else "forward", fields)
     # One number for each row and block of columns.
     blocks, n = -(-spec.vocab_size // config.columns), batch.hidden.shape[0]
     outputs = {f: jax.ShapeDtypeStruct((blocks, n), jnp.int32 if f == "argmax" else jnp.float32) for f in fields}
     if inputs:
         outputs[binding.STORED] = jax.ShapeDtypeStruct((n, spec.vocab_size), spec.dtype)
-    given = {"u": head.logit_weights} if reads_logit_weights(names) and head.logit_weights is not None else {}
+    given = {"u": head.logit_weights} if "sum_weights" in fields_of(names) and head.logit_weights is not None else {}
     found = _run(head, batch, config, given | dict(inputs), outputs, rows)
 
     def partial() -> Partial:
@@ -95,7 +95,7 @@ def dlogits(
     """
     inputs = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}
     config = _config(head, batch, "dlogits", tuple(inputs), part)
-    if gradient.coefficients.need_probabilities:
+    if gradient.coefficients.prob is not None:
         assert gradient.reference is not None
         inputs["reference"] = jnp.where(jnp.isneginf(gradient.reference), jnp.inf, gradient.reference)
     if into is not None:

@@ -18,7 +18,7 @@ from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, P
 from pallas_ce.backends.xla import tiling
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
-from pallas_ce.statistics.row import Partial, merge, partial_of_tile, reads_logit_weights, without_columns
+from pallas_ce.statistics.row import Partial, fields_of, merge, partial_of_tile, without_columns
 from pallas_ce.streaming.gradient_products import BY_COLUMN, BY_ROW, Arrays, TileStep, WeightGradient, put_in_sums
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
@@ -162,7 +162,7 @@ def _tiles(head: Head, plan: Plan) -> Tiles:
 
 
 def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
-    weights = head.tile_logit_weights(tile.start, tile.size) if reads_logit_weights(names) else None
+    weights = head.tile_logit_weights(tile.start, tile.size) if "sum_weights" in fields_of(names) else None
     return partial_of_tile(logits, tile.columns, tile.valid, labels, weights, names)
 
 

@@ -25,7 +25,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, PARTIALS_BYTES, Product
 from pallas_ce.head import Head
 from pallas_ce.statistics.logits import present, reference_of
-from pallas_ce.statistics.row import Partial, add, fields_for, joined, merge, reads_logit_weights
+from pallas_ce.statistics.row import Partial, add, fields_of, joined, merge
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.loops import fori_loop
 
@@ -41,7 +41,7 @@ def vectors(names: frozenset[str]) -> int:
     Targets' logits take none, and a maximum is there anyway. A weighted sum counts as two, with the sum of the weights.
     Deviations count as three: a piece's mean must be known first, and its distances are held until then.
     """
-    fields = set(fields_for(names)) - {"max"}
+    fields = set(fields_of(names, targets=False)) - {"max"}
     return len(fields) + 2 * ("sum_exp_deviation_sq" in fields)
 
 
@@ -106,9 +106,9 @@ def statistics(
     head: Head, hidden: jax.Array, names: frozenset[str], budget: int = PARTIALS_BYTES, filled: jax.Array | None = None
 ) -> Partial:
     """The `Partial` of `hidden [N, H]` over the vocabulary, without the targets' logits; see `in_launches`."""
-    if not (fields := fields_for(names)):
+    if not (fields := fields_of(names, targets=False)):
         return Partial()
-    logits, given = operands.operands("forward", head, hidden, vectors(names), reads_logit_weights(names))
+    logits, given = operands.operands("forward", head, hidden, vectors(names), "sum_weights" in fields_of(names))
     epilogue = StatisticsEpilogue(logits, fields)
     return in_launches("pallas_ce_forward", given, epilogue, len(hidden), budget, filled)
 

@@ -22,7 +22,7 @@ from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, FREE_BYTE
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import present
-from pallas_ce.statistics.row import Partial, fields_for, reads_logit_weights
+from pallas_ce.statistics.row import Partial, fields_of
 from pallas_ce.streaming.tiles import pad
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
@@ -46,11 +46,11 @@ def tiles(itemsize: int, piece: int | None = None) -> Config:
 
 def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
     """See `protocol.Materialized`."""
-    if not (fields := fields_for(names)):
+    if not (fields := fields_of(names, targets=False)):
         return Partial()
     if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT:  # not always: a copy would be large
         logits = apart(logits)
-    of_logits, given = _prepare(head, logits, reads_logit_weights(names))
+    of_logits, given = _prepare(head, logits, "sum_weights" in fields_of(names))
     epilogue, name = StatisticsEpilogue(of_logits, fields, shared=True), "pallas_ce_materialized_statistics"
     return in_launches(name, given, epilogue, len(logits), schedule.PARTIALS_BYTES, None)
 
