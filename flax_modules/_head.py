@@ -7,6 +7,8 @@ them itself and so returns a float32 gradient for float32 parameters, where a ca
 import abc
 import dataclasses
 import inspect
+import re
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -21,11 +23,42 @@ default_kernel_init = jax.nn.initializers.lecun_normal()
 default_lora_a_init = jax.nn.initializers.he_uniform()
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class LossHeadOptions:
-    """The options of a loss head, which are its attributes and the arguments of its constructor.
+# An argument's entry in a docstring.
+_ENTRY = re.compile(r"^    (\w+): .*(?:\n        .*)*", re.MULTILINE)
 
-    Not frozen: a Linen module inherits these fields and freezes itself; an NNX module lets them be changed.
+
+def described_by[T: Callable[..., Any]](*sources: Any) -> Callable[[T], T]:
+    """Fills a docstring where it says `{description}`, with the first source's, and where it says `{options}`.
+
+    These are the texts of the parameters that it does not describe itself, of the first source that has one.
+    """
+    texts = [inspect.getdoc(source) or "" for source in sources]
+    known = {entry[1]: entry[0].strip() for text in reversed(texts) for entry in _ENTRY.finditer(text)}
+    description = texts[0].partition("\n\n")[2].partition("\n\nAttributes:\n")[0]
+
+    def filled(target: T) -> T:
+        text = inspect.cleandoc(target.__doc__ or "").replace("{description}", description)
+        own = {entry[1] for entry in _ENTRY.finditer(text)}
+        options = [known[name] for name in inspect.signature(target).parameters if name in known.keys() - own]
+        target.__doc__ = text.replace("{options}", "\n    ".join(options))
+        return target
+
+    return filled
+
+
+# Not frozen: a Linen module inherits these fields and freezes itself; an NNX module lets them be changed.
+@dataclasses.dataclass(eq=False, repr=False)
+class HeadCalls:
+    """The options of a loss head, which are its attributes, and what it computes from them and its parameters.
+
+    With a kernel of its own the head replaces the last dense layer, `nn.Dense(vocab_size)` in Linen and
+    `nnx.Linear(features, vocab_size)` in NNX, and the cross entropy after it:
+
+        logits = softcap(logit_scale * (hidden @ kernel + bias)),    softcap(x) = c * tanh(x / c)
+        loss   = mean over counted tokens of  lse - (1 - α) * logits[label] - α * mean(logits) + β * lse**2
+
+    with `lse = log(sum(exp(logits)))`, `α = label_smoothing` and `β = z_loss`; `pallas_ce.linear_cross_entropy` states
+    the loss in full.
 
     Attributes:
         features: width H of the hidden states.
@@ -40,18 +73,6 @@ class LossHeadOptions:
         param_dtype: dtype of the parameters.
         kernel_init: initializer of the kernel.
         bias_init: initializer of the bias.
-        ignore_index: label of tokens that do not count; None for none.
-        label_smoothing: share of the target's probability spread over the vocabulary, in [0, 1].
-        z_loss: coefficient of `lse**2`.
-        logit_softcap: soft cap c of the logits, or None.
-        logit_scale: factor of the logits, before the cap.
-        reduction: "mean", "sum" or "none" (one loss per token).
-        backward: "auto", "recompute" or "in_forward"; which of `pallas_ce`'s two ways computes the gradient.
-        implementation: which backend of `pallas_ce` runs; None chooses from the platform.
-        scratch_bytes: bound on the scratch memory of every pass; None for `pallas_ce`'s default.
-        precision: how float32 operands are multiplied, as in `pallas_ce.linear_cross_entropy`; None for full float32,
-            unless `jax.default_matmul_precision` says otherwise.
-        mesh_axes: inside a `shard_map`, how the arrays of loss and statistics are split; see `pallas_ce.MeshAxes`.
         lora_rank: rank r of a low-rank adapter of the weight (LoRA), or None for none. The weight then is
             `kernel + lora_scale * lora_a @ lora_b`, which is never stored. Differentiating `lora_a [features, r]` and
             `lora_b [r, V]` only costs no gradient of the kernel.
@@ -107,12 +128,6 @@ class LossHeadOptions:
             )
         return columns
 
-
-class HeadCalls(LossHeadOptions):
-    """What a head computes from its options and its parameters."""
-
-    _RENAMED = "LossHead.{} is now LossHead.of, with the same arguments"
-
     @classmethod
     def _sharing(
         cls, field: str, source: Any, shape: tuple[int, int], vocab_size: int | None, options: dict[str, Any]
@@ -138,21 +153,15 @@ class HeadCalls(LossHeadOptions):
         up, down = (lora_b, lora_a) if vocab_axis == 1 else (lora_b.T, lora_a.T)
         return LowRank(weight, up, down, self.lora_scale)
 
-    def _options(self, logit_scale: ArrayLike | None) -> dict[str, Any]:
-        """The arguments that every function of `pallas_ce` takes from a head; None means the head's own scale."""
+    def _options(self, logit_scale: ArrayLike | None, *more: str) -> dict[str, Any]:
+        """The arguments that every function of `pallas_ce` takes from a head, and `more`; None: its own scale."""
         weight, vocab_axis, bias = self._projection()
-        return {
-            "weight": weight,
-            "vocab_axis": vocab_axis,
-            "bias": bias,
-            "vocab_size": self.vocab_size,
-            "logit_softcap": self.logit_softcap,
-            "logit_scale": self.logit_scale if logit_scale is None else logit_scale,
-            "dtype": self.dtype,
-            "precision": self.precision,
-        }
+        scale = self.logit_scale if logit_scale is None else logit_scale
+        of_head = {name: getattr(self, name) for name in ("vocab_size", "logit_softcap", "dtype", "precision", *more)}
+        return {"weight": weight, "vocab_axis": vocab_axis, "bias": bias, "logit_scale": scale, **of_head}
 
-    def __call__(
+    @described_by(linear_cross_entropy)
+    def __call__(  # noqa: D417
         self,
         hidden: jax.Array,
         labels: jax.Array,
@@ -168,23 +177,16 @@ class HeadCalls(LossHeadOptions):
         validate_labels: bool = False,
         return_metrics: bool = False,
     ) -> jax.Array | tuple[jax.Array, Metrics]:
-        """The loss of the labels.
+        """The loss of the labels, as `pallas_ce.linear_cross_entropy` has it.
 
         Args:
             hidden: hidden states `[..., H]`, any floating dtype.
             labels: labels `[...]`, integers; those that are `ignore_index` or outside the vocabulary do not count.
-            shift: 1 where the hidden states of a position predict the next one's label, along the last of the leading
-                axes: the loss of `hidden[..., :-1, :]` and `labels[..., 1:]`, without a copy of the hidden states.
-            token_weights: weight of each token's loss `[...]`; differentiable.
-            class_weights: weight of each vocabulary entry `[V]`; constant.
-            normalizer: divisor of the mean, instead of the sum of this call's weights; for instance the number of
-                tokens of the global batch.
+            {options}
             label_smoothing: instead of the head's; may be traced, so that a schedule does not recompile.
             z_loss: instead of the head's; may be traced.
             logit_scale: instead of the head's; may be traced, and is differentiable.
             reduction: instead of the head's.
-            validate_labels: raise for labels outside the vocabulary; only outside of `jit`.
-            return_metrics: also return `pallas_ce.Metrics`.
 
         Returns:
             The loss, float32 (a scalar; `[...]` with reduction "none"), or the loss and its metrics.
@@ -195,19 +197,14 @@ class HeadCalls(LossHeadOptions):
         return linear_cross_entropy(
             hidden,
             labels=labels,
-            **self._options(logit_scale),
+            **self._options(logit_scale, "ignore_index", "backward", "implementation", "scratch_bytes", "mesh_axes"),
             shift=shift,
-            ignore_index=self.ignore_index,
             token_weights=token_weights,
             class_weights=class_weights,
             label_smoothing=self.label_smoothing if label_smoothing is None else label_smoothing,
             z_loss=self.z_loss if z_loss is None else z_loss,
             reduction=self.reduction if reduction is None else reduction,
             normalizer=normalizer,
-            backward=self.backward,
-            implementation=self.implementation,
-            scratch_bytes=self.scratch_bytes,
-            mesh_axes=self.mesh_axes,
             validate_labels=validate_labels,
             return_metrics=return_metrics,
         )
@@ -257,18 +254,8 @@ class HeadCalls(LossHeadOptions):
         return linear_row_statistics(
             hidden,
             labels=labels,
-            **self._options(logit_scale),
+            **self._options(logit_scale, "implementation", "scratch_bytes", "mesh_axes"),
             statistics=statistics,
             row_mask=row_mask,
             logit_weights=logit_weights,
-            implementation=self.implementation,
-            scratch_bytes=self.scratch_bytes,
-            mesh_axes=self.mesh_axes,
         )
-
-
-def with_options_documented[T](cls: type[T]) -> type[T]:
-    """The class, the options described where its docstring says `{options}`."""
-    options = (inspect.getdoc(LossHeadOptions) or "").partition("Attributes:\n")[2]
-    cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{options}", options.strip())  # as Python 3.13 keeps it
-    return cls

@@ -4,16 +4,15 @@ Everything here works on one row of tokens at a time, the last axis of `labels`;
 """
 
 import abc
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
-from flax_modules._head import HeadCalls
+from flax_modules._head import HeadCalls, described_by
 from pallas_ce import Metrics
 from pallas_ce.api.integration import (
     NO_TARGET,
@@ -27,34 +26,64 @@ from pallas_ce.api.integration import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """The heads of a module.
 
     Attributes:
-        given: one that all tokens share, or one for each.
-        count: the number k of tokens predicted.
+        each: the head of each token predicted: k, or the one that all share k times.
+        shared: whether it is one.
         projects: whether head i > 0 reads a projection of its own of the hidden states.
     """
 
-    given: Sequence[HeadCalls]
-    count: int
+    each: Sequence[HeadCalls]
+    shared: bool
     projects: bool
-
-    def of(self, i: int) -> HeadCalls:
-        """The head of the token `i + 1` ahead."""
-        return self.given[i] if len(self.given) > 1 else self.given[0]
 
     def of_projections(self, param_dtype: Dtype, kernel_init: Initializer) -> dict[str, Any]:
         """The options of the layers that project: they compute as the first head does."""
-        dtype, asked = self.of(0).dtype, self.of(0).precision
-        precision = None if asked is None else precision_name(asked)
-        computed = {"use_bias": False, "dtype": dtype, "precision": precision}
-        return {**computed, "param_dtype": param_dtype, "kernel_init": kernel_init}
+        asked = self.each[0].precision
+        return {
+            "use_bias": False,
+            "dtype": self.each[0].dtype,
+            "precision": None if asked is None else precision_name(asked),
+            "param_dtype": param_dtype,
+            "kernel_init": kernel_init,
+        }
 
 
 class MultiTokenCalls:
-    """What a module computes from its heads and from `projections`, where head i > 0 has the one at i - 1."""
+    """What a module computes from its heads and from `projections`, where head i > 0 has the one at i - 1.
+
+    Head i (0, ..., k-1) predicts from position t the token i + 1 ahead, whose label is `labels[..., t + i]`:
+
+        loss = Σ_i head_weights[i] · LossHead_i(x_i, labels_i),    labels_i[..., t] = labels[..., t + i]
+
+    `labels_i` is ignored where the row ends before t + i, and where any label from t to t + i is. So rows do not leak
+    into each other, nor do packed documents whose boundary is an ignored label. (Where labels are masked for another
+    reason, such as a prompt, head i also skips the i positions before the unmasked ones.) Each head's mean is over its
+    own counted tokens. Every head streams over the vocabulary in its turn; k-fold logits are never stored. With
+    `reduction="none"` the loss at t is the weighted sum of the losses predicted from t.
+
+    The heads are given, so all their options are theirs:
+
+    * **shared**: one `LossHead` (own kernel or tied) and `num_tokens`. The heads differ by their hidden states:
+      `x_0 = hidden`, `x_i = hidden + hidden @ P_i` with a learned `P_i [H, H]` each, zero at first. So head 0 is an
+      ordinary next-token head and the rest can be dropped after training. To use blocks of your own instead (as in the
+      paper), pass `project_hidden=False` and call with a sequence of k hidden states, one for each head.
+    * **separate**: a sequence of k `LossHead` modules, which read the same hidden states.
+
+    The heads run one after the other and reuse each other's scratch memory, but a shared head's k weight gradients
+    exist together before they are summed.
+
+    Attributes:
+        head: one `LossHead`, or a sequence of them.
+        num_tokens: number k of tokens predicted; only with one head.
+        project_hidden: whether to own the `P_i` (default: only with one head).
+        param_dtype: dtype of the `P_i`. They compute in the `dtype` and `precision` of the head.
+        projection_init: initializer of the `P_i`.
+        head_weights: weights of the losses, one number or k (default: 1/k each, so the loss is a mean; the paper's sum
+            is `head_weights=1.0`).
+    """
 
     head_weights: float | Sequence[float] | None
     projections: Sequence[Callable[[jax.Array], jax.Array]]
@@ -67,7 +96,8 @@ class MultiTokenCalls:
         """`x_i`, what head i reads."""
         return hidden + self.projections[i - 1](hidden) if self._heads().projects and i > 0 else hidden
 
-    def __call__(
+    @described_by(HeadCalls.__call__)
+    def __call__(  # noqa: D417
         self,
         hidden: jax.Array | Sequence[jax.Array],
         labels: jax.Array,
@@ -91,12 +121,7 @@ class MultiTokenCalls:
             token_weights: weight of each label's loss `[..., T]`; it moves with the label.
             normalizer: divisor of the means, one number or k of them; `future_labels` helps to count.
             head_weights: instead of the module's; may be traced.
-            class_weights: as for `LossHead`, like all that follow.
-            label_smoothing: instead of the heads'; may be traced.
-            z_loss: instead of the heads'; may be traced.
-            logit_scale: instead of the heads'; may be traced, and is differentiable.
-            reduction: instead of the heads'.
-            validate_labels: raise for labels outside the vocabulary; only outside of `jit`.
+            {options}
             return_metrics: also return a tuple of `pallas_ce.Metrics`, one a head.
 
         Returns:
@@ -106,8 +131,18 @@ class MultiTokenCalls:
             ValueError: a sequence whose length is not k, or one array where the heads could not differ.
         """
         heads = self._heads()
-        count = heads.count
-        inputs = [self._project(x, i) for i, x in enumerate(per_head_hidden(hidden, heads))]
+        count = len(heads.each)
+        each = hidden if isinstance(hidden, (list, tuple)) else [hidden] * count
+        if len(each) != count:
+            raise ValueError(f"hidden is a sequence of {len(each)} arrays, but there are {count} heads")
+        # One array may serve heads that differ by more than their hidden states.
+        if each is not hidden and heads.shared and not heads.projects and count > 1:
+            raise ValueError(
+                f"hidden is one array, but the {count} heads share their weight and project_hidden=False, so all of "
+                f"them would predict the same: give a sequence of {count} hidden states, or build with "
+                "project_hidden=True"
+            )
+        inputs = [self._project(x, i) for i, x in enumerate(each)]
         # The first as given, since only so their values can be validated.
         head_labels = (labels, *self.future_labels(labels)[1:])
         head_weights = self.head_weights if head_weights is None else head_weights
@@ -124,7 +159,7 @@ class MultiTokenCalls:
                 # One head at a time: left alone, XLA may interleave the heads and hold the scratch of several.
                 x, total = jax.lax.optimization_barrier((x, total))
             # Metrics are not free (the accuracy needs the largest logit), so heads are only asked when the caller asks.
-            result = heads.of(i)(
+            result = heads.each[i](
                 x,
                 label,
                 token_weights=token_weights,
@@ -138,8 +173,8 @@ class MultiTokenCalls:
                 return_metrics=return_metrics,
             )
             if isinstance(result, tuple):
-                result, head_metrics = result
-                metrics.append(head_metrics)
+                result, of_head = result
+                metrics.append(of_head)
             term = weights[i].astype(result.dtype) * result
             total = term if total is None else total + term
         assert total is not None
@@ -157,9 +192,10 @@ class MultiTokenCalls:
             ValueError: there is no such head, or `hidden` has another width.
         """
         heads = self._heads()
-        if not 0 <= head < heads.count:
-            raise ValueError(f"{head=} is not one of the {heads.count} heads: 0 to {heads.count - 1}")
-        return heads.of(head).logits(self._project(hidden, head), logit_scale=logit_scale)
+        count = len(heads.each)
+        if not 0 <= head < count:
+            raise ValueError(f"{head=} is not one of the {count} heads: 0 to {count - 1}")
+        return heads.each[head].logits(self._project(hidden, head), logit_scale=logit_scale)
 
     def future_labels(self, labels: jax.Array) -> tuple[jax.Array, ...]:
         """The labels of each head, k arrays like `labels`; the first is `labels` itself. Needs no parameters.
@@ -177,7 +213,7 @@ class MultiTokenCalls:
             Array([   2, -100, -100,    4, -100], dtype=int32)
         """
         heads = self._heads()
-        first = heads.of(0)
+        first = heads.each[0]
         own = label_array(read_ids("labels", labels))
         ids = canonical_labels(own, first.vocab_size)
         counts = counted_labels(ids, first.ignore_index)
@@ -186,7 +222,7 @@ class MultiTokenCalls:
             ignored = NO_TARGET
         result = [own]
         shifted = jnp.where(counts, ids, ignored)
-        for _ in range(1, heads.count):
+        for _ in heads.each[1:]:
             # One step at a time, so that each position's own label stops everything behind it.
             shifted = jnp.where(counts, shifted_labels(shifted, 1, shifted.ndim - 1, ignored), ignored)
             result.append(shifted)
@@ -201,22 +237,6 @@ def per_head(name: str, value: ArrayLike | Sequence[float], count: int) -> jax.A
     return jnp.broadcast_to(array, (count,))
 
 
-def per_head_hidden(hidden: jax.Array | Sequence[jax.Array], heads: Heads) -> tuple[jax.Array, ...]:
-    """One hidden state for each head, from one array for all of them or a sequence of k arrays."""
-    count = heads.count
-    if isinstance(hidden, (list, tuple)):
-        if len(hidden) != count:
-            raise ValueError(f"hidden is a sequence of {len(hidden)} arrays, but there are {count} heads")
-        return tuple(hidden)
-    # One array may serve heads that differ by more than their hidden states.
-    if len(heads.given) == 1 and not heads.projects and count > 1:
-        raise ValueError(
-            f"hidden is one array, but the {count} heads share their weight and project_hidden=False, so all of them "
-            f"would predict the same: give a sequence of {count} hidden states, or build with project_hidden=True"
-        )
-    return (hidden,) * count  # type: ignore[return-value]
-
-
 def read_heads(head: HeadCalls | Sequence[HeadCalls], num_tokens: int | None, project_hidden: bool | None) -> Heads:
     """The heads from a module's arguments, checked."""
     shared = isinstance(head, HeadCalls)
@@ -225,7 +245,7 @@ def read_heads(head: HeadCalls | Sequence[HeadCalls], num_tokens: int | None, pr
     if shared:
         if num_tokens is None or num_tokens < 1:
             raise ValueError(f"{num_tokens=}: with one head shared by all tokens, say how many it predicts (1 or more)")
-        return Heads(heads, num_tokens, projects)
+        return Heads(heads * num_tokens, True, projects)
     if not heads:
         raise ValueError("head is an empty sequence: give one LossHead for each token predicted")
     if num_tokens is not None and num_tokens != len(heads):
@@ -234,4 +254,4 @@ def read_heads(head: HeadCalls | Sequence[HeadCalls], num_tokens: int | None, pr
         values = [getattr(head, name) for head in heads]
         if len(set(values)) > 1:
             raise ValueError(f"head is a sequence of heads with different {name}: {values}; all must agree")
-    return Heads(heads, len(heads), projects)
+    return Heads(heads, False, projects)

@@ -27,7 +27,7 @@ from pallas_ce.api.sampling import linear_sample as linear_sample
 from pallas_ce.api.specs import LowRank as LowRank
 from pallas_ce.api.top_k import TopK as TopK
 from pallas_ce.api.top_k import linear_top_k as linear_top_k
-from pallas_ce.objectives.class_samplers import ClassSample as ClassSample
+from pallas_ce.objectives.sampled_softmax import ClassSample as ClassSample
 from pallas_ce.objectives.crf import linear_chain_crf as linear_chain_crf
 from pallas_ce.objectives.multi_task import MultiTaskLoss as MultiTaskLoss
 from pallas_ce.objectives.multi_task import Task as Task

@@ -1,26 +1,89 @@
 """`sampled_softmax_cross_entropy`: training with a softmax over the label and a sample of the other classes."""
 
 import dataclasses
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api.checks import ArrayLike, ids
+from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.head_options import SampledOptions, documented
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import Batch
-from pallas_ce.objectives import class_samplers
-from pallas_ce.objectives.class_samplers import ClassSampler, Name
 from pallas_ce.parallel.entry import program, replicated
 from pallas_ce.parallel.mesh_axes import MeshAxes
-from pallas_ce.statistics.labels import NO_TARGET
+from pallas_ce.statistics.labels import NO_TARGET, canonical
 from pallas_ce.statistics.logits import present
+
+
+class ClassSample(NamedTuple):
+    """Classes drawn for one call.
+
+    Attributes:
+        ids: `[S]` int32, all different.
+        log_expected: `[V]` floating, the logarithm of how often each class of the vocabulary is expected among the ids,
+            Q; finite for every class that occurs as a label.
+    """
+
+    ids: jax.Array
+    log_expected: jax.Array
+
+
+ClassSampler = Callable[[Any, int, int], ClassSample]
+
+
+def uniform(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
+    """All sets of S classes are equally likely, so that each class is in the sample with probability S/V."""
+    ids = jax.random.choice(key, vocab_size, (num_samples,), replace=False).astype(jnp.int32)
+    return ClassSample(ids, jnp.full(vocab_size, jnp.log(num_samples / vocab_size)))
+
+
+def log_uniform(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
+    """Zipf's law, `P(v) = log((v+2)/(v+1)) / log(V+1)`, for ids in descending order of frequency, without replacement.
+
+    The S largest of `log P(v) + g_v` with Gumbel noise g are a sample without replacement. Given the noise of all other
+    classes, whose S-th largest is κ_v, class v is in it with probability `Q_v = P(log P(v) + g > κ_v) =
+    1 - exp(-exp(log P(v) - κ_v))`. Hence `Σ_{v in sample} x_v / Q_v` is an unbiased estimate of `Σ_v x_v`
+    ("Estimating Gradients for Discrete Random Variables by Sampling without Replacement", Kool et al., section 3). The
+    usual `1 - (1-P)^tries` is this with `tries = e^{-κ}` for all classes.
+    """
+    classes = jnp.arange(vocab_size, dtype=jnp.float32)
+    log_p = jnp.log(jnp.log1p(1.0 / (classes + 1.0))) - jnp.log(jnp.log1p(jnp.float32(vocab_size)))
+    perturbed = log_p + jax.random.gumbel(key, (vocab_size,), log_p.dtype, mode="high")
+    values, ids = lax.top_k(perturbed, min(num_samples + 1, vocab_size))
+    # The others' S-th largest: for a class in the sample the first one outside, for one outside the last one inside.
+    following = values[num_samples] if num_samples < vocab_size else jnp.float32(-jnp.inf)
+    inside = jnp.zeros(vocab_size, bool).at[ids[:num_samples]].set(True)
+    threshold = jnp.where(inside, following, values[num_samples - 1])
+    log_expected = jnp.log(-jnp.expm1(-jnp.exp(log_p - threshold)))
+    return ClassSample(ids[:num_samples].astype(jnp.int32), log_expected)
+
+
+SAMPLERS: dict[str, ClassSampler] = {"log_uniform": log_uniform, "uniform": uniform}
+
+
+def _drawn(sampler: ClassSampler, key: Any, num_samples: int, vocab_size: int) -> ClassSample:
+    """A checked sample, without gradient; ids that are no classes are `NO_TARGET`."""
+    drawn = sampler(key, num_samples, vocab_size)
+    try:
+        given, log_expected = drawn
+        ids, log_expected = arguments.ids("ids", given), jnp.asarray(log_expected)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"sampler returned a {type(drawn).__name__}; it must return a ClassSample") from error
+    for name, x, kind, size in (
+        ("ids", ids, jnp.integer, num_samples),
+        ("log_expected", log_expected, jnp.floating, vocab_size),
+    ):
+        if x.shape != (size,) or not jnp.issubdtype(x.dtype, kind):
+            wanted = f"{kind.__name__}[{size}]"
+            raise ValueError(f"sampler returned {name} {x.dtype}{list(x.shape)}, where {wanted} is needed")
+    return ClassSample(canonical(ids, vocab_size), lax.stop_gradient(log_expected))
 
 
 @documented
@@ -31,7 +94,7 @@ def sampled_softmax_cross_entropy(
     *,
     key: ArrayLike,
     num_samples: int,
-    sampler: Name | ClassSampler = "log_uniform",
+    sampler: Literal["log_uniform", "uniform"] | ClassSampler = "log_uniform",
     log_expected_correction: bool = True,
     ignore_index: int | None = -100,
     bias: ArrayLike | None = None,
@@ -98,7 +161,7 @@ def sampled_softmax_cross_entropy(
     problem = Problem.read(
         hidden,
         weight,
-        ids("labels", labels),
+        arguments.ids("labels", labels),
         bias=bias,
         ignore_index=ignore_index,
         implementation=implementation,
@@ -109,8 +172,14 @@ def sampled_softmax_cross_entropy(
     scale = options.get("logit_scale", 1.0)
     if log_expected_correction and arguments.is_known(scale, 0.0):
         raise ValueError(f"logit_scale={scale!r} takes away the logits that log_expected_correction corrects")
-    sampler, correction = class_samplers.find(sampler), bool(log_expected_correction)
-    return _sampled_softmax(num_samples, sampler, correction, problem, arguments.key(key))
+    if isinstance(sampler, str):
+        arguments.choice("sampler", sampler, tuple(SAMPLERS))
+        sampler = SAMPLERS[sampler]
+    elif not callable(sampler):
+        raise TypeError(
+            f"sampler={sampler!r} must be a name or a function (key, num_samples, vocab_size) -> ClassSample"
+        )
+    return _sampled_softmax(num_samples, sampler, bool(log_expected_correction), problem, arguments.key(key))
 
 
 @program(static=3, by_row=lambda count, sampler, correction, problem, key: problem.options.by_row)
@@ -123,7 +192,7 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
     # Rows that do not count must not reach the gradients: neither a nan nor its product with a gradient of 0.
     hidden = jnp.where(mask[:, None], hidden, 0)
     targets = jnp.where(mask, labels, 0)
-    drawn = class_samplers.draw(sampler, key, count, spec.vocab_size)
+    drawn = _drawn(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
     # An id that is drawn twice keeps the first place, so that the second does not find itself there.
     place_of = (

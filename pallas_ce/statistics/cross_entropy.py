@@ -87,8 +87,7 @@ class CrossEntropy:
     @property
     def names(self) -> frozenset[str]:
         """The statistics it reads."""
-        further = {"mean_log_prob": self.smoothing, "lse": self.regularised}
-        return frozenset({"log_prob"} | {name for name, read in further.items() if read})
+        return frozenset(["log_prob", *["mean_log_prob"] * self.smoothing, *["lse"] * self.regularised])
 
     def parts(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any]) -> tuple[jax.Array, jax.Array | None]:
         """Cross entropy and z part `[n]`, weighted but not normalised."""

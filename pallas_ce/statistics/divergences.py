@@ -91,13 +91,14 @@ def partial_of_tiles(
     divergence: Divergence, student: jax.Array, teacher: jax.Array, columns: jax.Array, valid: jax.Array | None
 ) -> PairPartial:
     """The `PairPartial` of one tile of both heads' tempered logits `[n, c]`."""
-    parts = [partial_of_tile(z, columns, valid, None, None, frozenset({"lse"})) for z in (student, teacher)]
+    names = frozenset({"lse"})
+    of_student, of_teacher = (partial_of_tile(z, columns, valid, None, None, names) for z in (student, teacher))
     if divergence.name == "jsd":
-        return PairPartial(*parts)
-    (x, of_x), (y, of_y) = _ordered(divergence, (student, parts[0]), (teacher, parts[1]))
+        return PairPartial(of_student, of_teacher)
+    (x, of_x), (y, of_y) = _ordered(divergence, (student, of_student), (teacher, of_teacher))
     x = x if valid is None else jnp.where(valid[None, :], x, -jnp.inf)
     x, y = gap(x, present(of_x.max)[:, None]), gap(y, present(of_y.max)[:, None])
-    return PairPartial(*parts, product(jnp.exp(x), x - y).sum(axis=1))
+    return PairPartial(of_student, of_teacher, product(jnp.exp(x), x - y).sum(axis=1))
 
 
 def merge_pairs(divergence: Divergence, a: PairPartial, b: PairPartial) -> PairPartial:

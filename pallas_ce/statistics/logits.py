@@ -1,58 +1,49 @@
 """Logits as the entries of `table` read them: a tile while streaming, or whole rows for the definitions."""
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class LogitsTile:
-    """A tile as fields read it, see `row.partial_of_tile`; what several read is made once."""
+    """A tile as `fields` of a `Partial` read it, see `row.partial_of_tile`; what several read is made once.
+
+    Attributes:
+        z: `[n, c]`, -inf where not valid.
+        reference: `[n]`, what distances are measured from.
+        distance: `[n, c]`, z less the reference.
+        exp: `e^distance`.
+        sum_exp: its sum `[n]`.
+        top: `[n]`, the tile's own m, NaN where a logit is.
+    """
 
     logits: jax.Array
     columns: jax.Array
     valid: jax.Array | None
     labels: jax.Array | None
     logit_weights: jax.Array | None
-    sums_exponentials: bool = True
+    fields: dataclasses.InitVar[tuple[str, ...]] = ()
 
-    @functools.cached_property
-    def z(self) -> jax.Array:
-        """`[n, c]`, -inf where not valid."""
-        return self.logits if self.valid is None else jnp.where(self.valid[None, :], self.logits, -jnp.inf)
-
-    @functools.cached_property
-    def top(self) -> jax.Array:
-        """`[n]`, the tile's own m. A NaN shows in every sum, but not in a maximum that XLA makes for a CPU."""
-        is_nan = jnp.isnan(self.sum_exp) if self.sums_exponentials else jnp.any(jnp.isnan(self.z), axis=1)
-        return jnp.where(is_nan, jnp.nan, self._largest)
-
-    @functools.cached_property
-    def _largest(self) -> jax.Array:
-        return self.z.max(axis=1)
-
-    @functools.cached_property
-    def reference(self) -> jax.Array:
-        """`[n]`, what distances are measured from."""
-        return reference_of(self._largest)
-
-    @functools.cached_property
-    def distance(self) -> jax.Array:
-        """`z - m`."""
-        return self.z - self.reference[:, None]
-
-    @functools.cached_property
-    def exp(self) -> jax.Array:
-        """`e^{z-m}`."""
-        return jnp.exp(self.distance)
-
-    @functools.cached_property
-    def sum_exp(self) -> jax.Array:
-        """`Σ e^{z-m}`, `[n]`."""
-        return self.exp.sum(axis=1)
+    def __post_init__(self, fields: tuple[str, ...]) -> None:
+        """Makes what the fields read; "max" is one of all but targets' logits and sums of weights."""
+        if "max" not in fields:
+            return
+        self.z = self.logits if self.valid is None else jnp.where(self.valid[None, :], self.logits, -jnp.inf)
+        if "sum_exp" in fields:
+            largest = self.z.max(axis=1)
+            self.reference = reference_of(largest)
+            self.distance = self.z - self.reference[:, None]
+            self.exp = jnp.exp(self.distance)
+            self.sum_exp = self.exp.sum(axis=1)
+            is_nan = jnp.isnan(self.sum_exp)
+        else:
+            is_nan, largest = jnp.any(jnp.isnan(self.z), axis=1), self.z.max(axis=1)
+            self.reference = reference_of(largest)
+        # A NaN shows in every sum, but not in a maximum that XLA makes for a CPU.
+        self.top = jnp.where(is_nan, jnp.nan, largest)
 
     def target(self) -> jax.Array:
         """The targets' logits in the labels' shape, 0 where they lie elsewhere."""
@@ -73,11 +64,12 @@ class LogitsTile:
         counts = counts[None, :] & (jnp.isfinite(u)[None, :] | (distance != 0))
         return jnp.where(counts, u[None, :] * distance, 0.0).sum(axis=1)
 
-    @functools.cached_property
     def sum_weights(self) -> jax.Array:
         """`Σ u`, `[n]`."""
         u = present(self.logit_weights)
-        return jnp.broadcast_to(jnp.sum(u if self.valid is None else jnp.where(self.valid, u, 0.0)), self.z.shape[:1])
+        return jnp.broadcast_to(
+            jnp.sum(u if self.valid is None else jnp.where(self.valid, u, 0.0)), self.logits.shape[:1]
+        )
 
 
 def reference_of(m: jax.Array) -> jax.Array:

@@ -77,7 +77,7 @@ def partial_of_tile(
         names: primitive statistics to prepare.
     """
     fields = fields_of(names, targets=labels is not None)
-    tile, found = LogitsTile(logits, columns, valid, labels, logit_weights, "sum_exp" in fields), Partial()
+    tile, found = LogitsTile(logits, columns, valid, labels, logit_weights, fields), Partial()
     for field in fields:
         found = found._replace(**{field: FIELDS[field].tile(tile, found)})
     return found

@@ -158,7 +158,7 @@ FIELDS: dict[str, Field] = {
         lambda tile, _: tile.weighted(tile.reference),
         lambda part, f, d: present(part.weighted_sum) + jnp.where(d == 0, 0.0, product(present(part.sum_weights), d)),
     ),
-    "sum_weights": Field(lambda tile, _: tile.sum_weights),
+    "sum_weights": Field(lambda tile, _: tile.sum_weights()),
     "argmax": Field(lambda tile, _: tile.columns[0] + tile.z.argmax(axis=1).astype(jnp.int32), added=_lowest_argmax),
     "sum_exp_deviation_sq": Field(
         lambda tile, found: product(tile.exp, jnp.square(tile.distance - mean_distance(found)[:, None])).sum(axis=1),
@@ -212,7 +212,7 @@ PRIMITIVES: dict[str, Statistic] = {
     ),
     # Not to be asked for, and so the next one: constants that derivatives read.
     "log_sum": Statistic(("max", "sum_exp"), lambda m, sum_exp: log_sum(sum_exp), lambda row: row.log_sum),
-    "sum_weights": Statistic(("sum_weights",), lambda sum_weights: sum_weights, lambda row: row.tile.sum_weights),
+    "sum_weights": Statistic(("sum_weights",), lambda sum_weights: sum_weights, lambda row: row.tile.sum_weights()),
     "log_prob": Statistic(
         ("max", "sum_exp", "target_logit"),
         finalise=lambda m, sum_exp, target: _log_prob(target, m, log_sum(sum_exp)),
@@ -237,7 +237,7 @@ PRIMITIVES: dict[str, Statistic] = {
     "mean_log_prob": Statistic(
         ("max", "sum_exp", "weighted_sum", "sum_weights"),
         finalise=lambda m, sum_exp, weighted, sum_weights: weighted - product(sum_weights, log_sum(sum_exp)),
-        definition=lambda row: row.tile.weighted(row.reference) - product(row.tile.sum_weights, row.log_sum),
+        definition=lambda row: row.tile.weighted(row.reference) - product(row.tile.sum_weights(), row.log_sum),
         saved=(*_NORMALISER, "sum_weights"),
         coefficients=lambda g, saved: {"prob": -g * saved["sum_weights"], "logit_weights": g},
     ),

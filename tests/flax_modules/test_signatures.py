@@ -8,7 +8,7 @@ from flax import nnx
 
 from flax_modules import linen
 from flax_modules import nnx as on_nnx
-from flax_modules._head import HeadCalls, LossHeadOptions
+from flax_modules._head import HeadCalls
 from pallas_ce import linear_cross_entropy
 
 METADATA = {f"{x}_metadata" for x in ("kernel", "bias", "lora_a", "lora_b", "projection")}
@@ -47,7 +47,7 @@ def test_every_option_is_described(framework):
 
 def test_a_head_has_every_option_of_the_loss_with_its_default():
     of_loss = {n: p.default for n, p in inspect.signature(linear_cross_entropy).parameters.items()}
-    of_head = {field.name: field.default for field in dataclasses.fields(LossHeadOptions)}
+    of_head = {field.name: field.default for field in dataclasses.fields(HeadCalls)}
     of_call = inspect.signature(HeadCalls.__call__).parameters
     of_projection = {"weight", "bias", "vocab_axis"}
     assert of_loss.keys() - of_projection <= of_head.keys() | of_call.keys()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import ClassSample, sampled_softmax_cross_entropy
-from pallas_ce.objectives import class_samplers
+from pallas_ce.objectives import sampled_softmax
 from tests.pallas_ce import oracle, plain
 from tests.pallas_ce.checks import assert_close, call, with_gradients
 from tests.pallas_ce.problems import Problem, make
@@ -18,7 +18,7 @@ from tests.pallas_ce.streamed import no_stored_logits
 
 KEY = jax.random.key(3)
 FIRST_ON = st.sampled_from([True, False])  # of few examples the first is the simplest: here that is the richest
-SAMPLERS = [class_samplers.log_uniform, class_samplers.uniform]
+SAMPLERS = sampled_softmax.SAMPLERS.values()
 
 
 def _evens(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
@@ -69,7 +69,7 @@ def test_loss_and_gradients_match_the_definition(sampler: Any, p: Problem, data:
 
     with jax.enable_x64(wide):
         dtype = np.float64 if wide else np.float32
-        drawn = jax.jit(class_samplers.find(sampler), static_argnums=(1, 2))(KEY, samples, v)
+        drawn = jax.jit(sampled_softmax.SAMPLERS.get(sampler, sampler), static_argnums=(1, 2))(KEY, samples, v)
         got = with_gradients(
             lambda x: call(sampled_softmax_cross_entropy, p, x, **options),
             {name: x.astype(dtype) for name, x in p.arrays.items()},
@@ -128,7 +128,7 @@ def test_classes_are_drawn_as_often_as_is_expected(sampler: Any) -> None:
 def test_a_log_uniform_first_class_follows_zipf() -> None:
     v = 9
     first = np.asarray(
-        jax.vmap(lambda key: class_samplers.log_uniform(key, 1, v).ids[0])(jax.random.split(KEY, 20_000))
+        jax.vmap(lambda key: sampled_softmax.log_uniform(key, 1, v).ids[0])(jax.random.split(KEY, 20_000))
     )
     k = np.arange(v)
     p = np.log((k + 2) / (k + 1)) / np.log(v + 1)

@@ -92,13 +92,10 @@ def top_k_distillation_loss(
 
 def _distribution(log_probs: jax.Array, present: jax.Array, tail: bool) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities that sum to 1 over the places present: with a place for the tail, or normalised."""
-    total = jnp.sum(jnp.where(present, jnp.exp(log_probs), 0.0), axis=-1, keepdims=True)
     if not tail:
-        # The largest is taken out, since teachers may give all K tokens probabilities that underflow.
-        top = jax.lax.stop_gradient(jnp.max(log_probs, axis=-1, keepdims=True, where=present, initial=-jnp.inf))
-        top = jnp.where(jnp.isneginf(top), 0.0, top)
-        total = jnp.sum(jnp.where(present, jnp.exp(log_probs - top), 0.0), axis=-1, keepdims=True)
-        return log_probs - top - jnp.log(jnp.where(total == 0, 1.0, total)), present
+        places = present | ~jnp.any(present, axis=-1, keepdims=True)  # all where none is: the sum must not be 0
+        return log_probs - jax.nn.logsumexp(log_probs, axis=-1, keepdims=True, where=places), present
+    total = jnp.sum(jnp.where(present, jnp.exp(log_probs), 0.0), axis=-1, keepdims=True)
     rest = jnp.maximum(1 - total, np.finfo(total.dtype).eps)
     there = jnp.ones_like(rest, bool)
     return jnp.concatenate([log_probs, jnp.log(rest)], axis=-1), jnp.concatenate([present, there], axis=-1)

@@ -81,17 +81,11 @@ def aggregate(
         )
     if normalizer is not None and how == "none":
         raise ValueError("normalizer is given with aggregation='none', which divides by nothing")
-    values = keep(mask, values)
+    values, tokens, normalizer = keep(mask, values), jnp.sum(mask, axis=-1), arguments.normalizer(normalizer)
     if how == "none":
         return values
-    tokens = jnp.sum(mask, axis=-1)
-    if how == "sequence_mean":
-        values = values * safe_inverse(tokens.astype(values.dtype))[..., None]
-    normalizer = arguments.normalizer(normalizer)
-    if normalizer is None:
-        normalizer = jnp.sum(tokens) if how == "token_mean" else tokens.size
-    # Floating before they are multiplied: the product of two counts may not fit an int.
-    divisor = jnp.asarray(normalizer, values.dtype) * (
-        1.0 if length is None else arguments.above_zero("length", length)
-    )
-    return jnp.sum(values) * safe_inverse(divisor)
+    if how == "token_mean":
+        return reduce_rows(values, None, None, "mean", jnp.sum(tokens) if normalizer is None else normalizer)
+    divisor = tokens if length is None else arguments.above_zero("length", length)
+    by_sequence = jnp.sum(values, axis=-1) * safe_inverse(jnp.asarray(divisor, values.dtype))
+    return reduce_rows(by_sequence, None, None, "mean", normalizer)

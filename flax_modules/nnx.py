@@ -1,32 +1,44 @@
-"""A language model's head as an `nnx.Module`: it owns (or shares) the unembedding and returns the loss."""
+"""Loss heads for models written in `flax.nnx`: modules that own, or share, the unembedding and return the loss."""
 
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Dtype, Initializer
 
-from flax_modules._head import HeadCalls, with_options_documented
-from flax_modules.nnx import shared
-from pallas_ce import LowRank
+from flax_modules import _nnx_parameters as shared
+from flax_modules._head import HeadCalls, described_by
+from flax_modules._multi_token import Heads, MultiTokenCalls, read_heads
+from pallas_ce import LowRank, linear_cross_entropy
 
 
-@with_options_documented
+class ConstructorSignature:
+    """The `__signature__` of a class, from its `__init__`.
+
+    NNX makes modules through a metaclass, and `inspect` would find its `__call__(*args, **kwargs)`. Instances have no
+    `__signature__`, so that `inspect` shows their `__call__`.
+    """
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+@described_by(HeadCalls, linear_cross_entropy)
 @dataclasses.dataclass(eq=False, repr=False)
 class LossHead(HeadCalls, nnx.Module):
     """The last layer of a language model: hidden states and labels in, loss out, logits never stored.
 
-    With a kernel of its own the head replaces `nnx.Linear(features, vocab_size)` and the cross entropy after it:
-
-        logits = softcap(logit_scale * (hidden @ kernel + bias)),    softcap(x) = c * tanh(x / c)
-        loss   = mean over counted tokens of  lse - (1 - a) * logits[label] - a * mean(logits) + z_loss * lse**2
-
-    with `lse = log(sum(exp(logits)))` and `a = label_smoothing`; `pallas_ce.linear_cross_entropy` states every option
-    in full. A head tied to the input embedding, or of another parameter or layer that the model has, with or without an
-    adapter (LoRA), is built by `LossHead.of`.
+    {description} A head tied to the input embedding, or of another parameter or layer that the model has, with or
+    without an adapter (LoRA), is built by `LossHead.of`.
 
     Attributes hold the loss options under the names of the constructor, so `head.label_smoothing = 0.0` for evaluation
     works as for any NNX module. Parameters are `kernel [features, V]` (or a shared `embed` or `linear`),
@@ -77,7 +89,7 @@ class LossHead(HeadCalls, nnx.Module):
     lora_b_metadata: dataclasses.InitVar[Mapping[str, Any]] = MappingProxyType({})
     rngs: dataclasses.InitVar[nnx.Rngs | None] = None
 
-    __signature__ = shared.ConstructorSignature()
+    __signature__ = ConstructorSignature()
 
     def __post_init__(
         self,
@@ -88,12 +100,12 @@ class LossHead(HeadCalls, nnx.Module):
         rngs: nnx.Rngs | None,
     ) -> None:
         """Creates the parameters the head owns."""
-        given = [None if x is None else shared.parameters(x) for x in (self.embed, self.linear)]
-        if None not in given:
-            raise ValueError("embed and linear are both given, but a head has one weight: give one of them")
-        columns = self._columns(*(None if x is None else x.weight.shape for x in given))
         # They stay modules, not their arrays: whoever replaces a parameter of theirs keeps the tie.
-        found = self._shared()
+        embed, linear = (None if x is None else shared.parameters(x) for x in (self.embed, self.linear))
+        if embed is not None and linear is not None:
+            raise ValueError("embed and linear are both given, but a head has one weight: give one of them")
+        columns = self._columns(*(None if x is None else x.weight.shape for x in (embed, linear)))
+        found = embed or linear
         self._of_qwix = found is not None and found.of_qwix
         if self.use_bias and found is not None and found.bias is not None:
             raise ValueError("use_bias=True, but the head shares a layer's bias: leave use_bias out")
@@ -126,11 +138,6 @@ class LossHead(HeadCalls, nnx.Module):
                 b_metadata=lora_b_metadata,
                 rngs=rngs,
             )
-
-    def _shared(self) -> shared.Parameters | None:
-        """The parameters that another layer has; None where the head owns its kernel."""
-        source = self.linear if self.embed is None else self.embed
-        return None if source is None else shared.parameters(source)
 
     @classmethod
     def of(cls, source: Any, *, vocab_axis: int | None = None, vocab_size: int | None = None, **options: Any) -> Self:
@@ -203,17 +210,20 @@ class LossHead(HeadCalls, nnx.Module):
     @classmethod
     def tied(cls, embed: Any, *, vocab_size: int | None = None, **options: Any) -> Self:
         """`of` a parameter or a layer whose weight is `[V, H]`, under its former name."""
-        warnings.warn(cls._RENAMED.format("tied"), DeprecationWarning, stacklevel=2)
+        warnings.warn("LossHead.tied is now LossHead.of, with the same arguments", DeprecationWarning, stacklevel=2)
         return cls.of(embed, vocab_axis=0, vocab_size=vocab_size, **options)
 
     @classmethod
     def of_linear(cls, linear: nnx.Module, *, vocab_size: int | None = None, **options: Any) -> Self:
         """`of` a layer, under its former name."""
-        warnings.warn(cls._RENAMED.format("of_linear"), DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "LossHead.of_linear is now LossHead.of, with the same arguments", DeprecationWarning, stacklevel=2
+        )
         return cls.of(linear, vocab_size=vocab_size, **options)
 
     def _projection(self) -> tuple[jax.Array | LowRank, int, jax.Array | None]:
-        found = self._shared() or shared.Parameters(self.kernel)
+        source = self.linear if self.embed is None else self.embed
+        found = shared.Parameters(self.kernel) if source is None else shared.parameters(source)
         if found.of_qwix and not self._of_qwix:
             raise ValueError("qwix adapted the layer after the head: make it anew by LossHead.of, with a lora_scale")
         own = None if self.lora is None else (self.lora.lora_a, self.lora.lora_b)
@@ -223,3 +233,63 @@ class LossHead(HeadCalls, nnx.Module):
         if (lora := found.lora or own) is not None:
             weight = self._adapted(matrix, axis, *map(shared.array, lora))
         return weight, axis, None if bias is None else shared.array(bias)
+
+
+@described_by(MultiTokenCalls)
+class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
+    """Predicts the next k tokens of every position, after Gloeckle et al. 2024 (arXiv:2404.19737).
+
+    {description}
+
+    Args:
+        {options}
+        projection_metadata: metadata of their `nnx.Param`.
+        rngs: random number generator of the initializers; only needed for the `P_i`.
+
+    Raises:
+        ValueError: `num_tokens` missing or in contradiction with `head`, or no `rngs` where they are needed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from flax_modules.nnx import LossHead, MultiTokenLossHead
+        >>> rngs = nnx.Rngs(0)
+        >>> mtp = MultiTokenLossHead(LossHead(16, 100, rngs=rngs), num_tokens=3, rngs=rngs)
+        >>> tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 100)
+        >>> hidden = jax.random.normal(jax.random.key(1), (2, 8, 16))  # of tokens[:, :-1]
+        >>> loss, metrics = mtp(hidden, tokens[:, 1:], return_metrics=True)
+        >>> loss.shape, len(metrics)
+        ((), 3)
+        >>> mtp.logits(hidden[:, -1], head=2).shape  # three tokens ahead
+        (2, 100)
+    """
+
+    __signature__ = ConstructorSignature()
+
+    def __init__(
+        self,
+        head: LossHead | Sequence[LossHead],
+        num_tokens: int | None = None,
+        *,
+        project_hidden: bool | None = None,
+        param_dtype: Dtype = jnp.float32,
+        projection_init: Initializer = jax.nn.initializers.zeros,
+        projection_metadata: Mapping[str, Any] = MappingProxyType({}),
+        head_weights: float | Sequence[float] | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        heads = read_heads(head, num_tokens, project_hidden)
+        self.num_tokens, self.project_hidden = len(heads.each), heads.projects
+        self.head_weights = tuple(head_weights) if isinstance(head_weights, Sequence) else head_weights
+        self.heads = nnx.List(heads.each[:1] if heads.shared else heads.each)
+        self.projections: nnx.List[nnx.Linear] = nnx.List([])
+        if self.project_hidden and self.num_tokens > 1:
+            if rngs is None:
+                raise ValueError("rngs=None, but there are hidden projections to initialise: pass rngs=nnx.Rngs(seed)")
+            options = {**heads.of_projections(param_dtype, projection_init), "kernel_metadata": projection_metadata}
+            for each in heads.each[1:]:
+                self.projections.append(nnx.Linear(each.features, each.features, rngs=rngs, **options))
+
+    def _heads(self) -> Heads:
+        shared = len(self.heads) == 1
+        return Heads([*self.heads] * (self.num_tokens if shared else 1), shared, self.project_hidden)

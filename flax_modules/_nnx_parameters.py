@@ -1,6 +1,5 @@
 """What a head reads of a parameter or a layer that the model has: the weight, the bias and the adapter (LoRA)."""
 
-import inspect
 import sys
 from typing import Any, NamedTuple
 
@@ -27,11 +26,7 @@ class Parameters(NamedTuple):
 
 
 def layer(source: Any) -> Any:
-    """The layer that has the weight, inside an `nnx.LoRA` or `source` itself; or `source`, a parameter.
-
-    Raises:
-        ValueError: an adapter of a layer that has one.
-    """
+    """The layer that has the weight, inside an `nnx.LoRA` or `source` itself; or `source`, a parameter."""
     inner = source.base_module if isinstance(source, nnx.LoRA) else source
     if inner is not source and isinstance(inner, nnx.LoRA | nnx.LoRALinear):
         raise ValueError(f"source is an nnx.LoRA of an {type(inner).__name__}: a head takes one adapter, so merge one")
@@ -39,12 +34,7 @@ def layer(source: Any) -> Any:
 
 
 def parameters(source: Any) -> Parameters:
-    """The parameters of a layer, or of a parameter alone.
-
-    Raises:
-        TypeError: neither a parameter nor a layer with one matrix, or a layer that multiplies in a way of its own.
-        ValueError: it is no matrix, or several adapters.
-    """
+    """The parameters of a layer, or of a parameter alone."""
     inner = layer(source)
     if not isinstance(inner, nnx.Module):
         shape = getattr(inner, "shape", None)
@@ -73,11 +63,7 @@ def parameters(source: Any) -> Parameters:
 
 
 def vocab_axis(inner: Any, said: int | None) -> int:
-    """Which axis of the weight is the vocabulary: as the layer `inner` has it, or as `said`.
-
-    Raises:
-        ValueError: neither tells, or they disagree.
-    """
+    """Which axis of the weight is the vocabulary: as the layer `inner` has it, or as `said`."""
     known = None
     if type(inner) in (nnx.Linear, nnx.LoRALinear):
         known = 1
@@ -96,11 +82,7 @@ def vocab_axis(inner: Any, said: int | None) -> int:
 
 
 def array(parameter: Any) -> jax.Array:
-    """A parameter's value; a quantised one's by the `dequantize` of its own package.
-
-    Raises:
-        TypeError: it is quantised, and its package has no such function.
-    """
+    """A parameter's value; a quantised one's by the `dequantize` of its own package."""
     value = parameter
     if isinstance(parameter, nnx.Variable):
         value = parameter.get_value()
@@ -117,17 +99,3 @@ def array(parameter: Any) -> jax.Array:
             "an array or a parameter of floating dtype"
         )
     return dequantize(value)
-
-
-class ConstructorSignature:
-    """The `__signature__` of a class, from its `__init__`.
-
-    NNX makes modules through a metaclass, and `inspect` would find its `__call__(*args, **kwargs)`. Instances have no
-    `__signature__`, so that `inspect` shows their `__call__`.
-    """
-
-    def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        if instance is not None:
-            raise AttributeError("__signature__")
-        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -1,26 +1,24 @@
-"""A language model's head as an `nn.Module`: it owns (or shares) the unembedding and returns the loss."""
+"""Loss heads for models written in `flax.linen`: modules that own, or share, the unembedding and return the loss."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Self
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
 
-from flax_modules._head import HeadCalls, with_options_documented
-from pallas_ce import LowRank
+from flax_modules._head import HeadCalls, described_by
+from flax_modules._multi_token import Heads, MultiTokenCalls, read_heads
+from pallas_ce import LowRank, linear_cross_entropy
 
 
-@with_options_documented
+@described_by(HeadCalls, linear_cross_entropy)
 class LossHead(HeadCalls, nn.Module):
     """The last layer of a language model: hidden states and labels in, loss out, logits never stored.
 
-    With a kernel of its own the head replaces `nn.Dense(vocab_size)` and the cross entropy after it:
-
-        logits = softcap(logit_scale * (hidden @ kernel + bias)),    softcap(x) = c * tanh(x / c)
-        loss   = mean over counted tokens of  lse - (1 - a) * logits[label] - a * mean(logits) + z_loss * lse**2
-
-    with `lse = log(sum(exp(logits)))` and `a = label_smoothing`; `pallas_ce.linear_cross_entropy` states every option
-    in full. A head tied to the input embedding is built by `LossHead.of`.
+    {description} A head tied to the input embedding is built by `LossHead.of`.
 
     Its parameters are `kernel [features, V]` (none when tied) and, if asked for, `bias [V]`, `lora_a [features, r]` and
     `lora_b [r, V]`. V is `vocab_size`, or `padded_vocab_size` where given. To partition them wrap the initializers, as
@@ -104,7 +102,7 @@ class LossHead(HeadCalls, nn.Module):
     @classmethod
     def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Any) -> Self:
         """`of`, under its former name."""
-        warnings.warn(cls._RENAMED.format("tied"), DeprecationWarning, stacklevel=2)
+        warnings.warn("LossHead.tied is now LossHead.of, with the same arguments", DeprecationWarning, stacklevel=2)
         return cls.of(embed, vocab_size=vocab_size, **options)
 
     def setup(self) -> None:
@@ -124,3 +122,52 @@ class LossHead(HeadCalls, nn.Module):
         if self.lora_rank is not None:
             weight = self._adapted(weight, vocab_axis, self.lora_a, self.lora_b)
         return weight, vocab_axis, self.bias if self.use_bias else None
+
+
+@described_by(MultiTokenCalls)
+class MultiTokenLossHead(MultiTokenCalls, nn.Module):
+    """Predicts the next k tokens of every position, after Gloeckle et al. 2024 (arXiv:2404.19737).
+
+    {description}
+
+    Attributes:
+        {options}
+
+    Raises:
+        ValueError: on first use, for `num_tokens` missing or in contradiction with `head`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax_modules.linen import LossHead, MultiTokenLossHead
+        >>> mtp = MultiTokenLossHead(LossHead(16, 100), num_tokens=3)
+        >>> tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 100)
+        >>> hidden = jax.random.normal(jax.random.key(1), (2, 8, 16))  # of tokens[:, :-1]
+        >>> variables = mtp.init(jax.random.key(2), hidden, tokens[:, 1:])
+        >>> loss, metrics = mtp.apply(variables, hidden, tokens[:, 1:], return_metrics=True)
+        >>> loss.shape, len(metrics)
+        ((), 3)
+        >>> mtp.apply(variables, hidden[:, -1], head=2, method="logits").shape  # three tokens ahead
+        (2, 100)
+    """
+
+    head: LossHead | Sequence[LossHead]
+    num_tokens: int | None = None
+    project_hidden: bool | None = None
+    param_dtype: Dtype = jnp.float32
+    projection_init: Initializer = jax.nn.initializers.zeros
+    head_weights: float | Sequence[float] | None = None
+
+    # Linen wraps the methods that a module's own class names.
+    __call__ = MultiTokenCalls.__call__
+    logits = MultiTokenCalls.logits
+    future_labels = MultiTokenCalls.future_labels
+
+    def setup(self) -> None:
+        """Creates the projections; the heads were given."""
+        heads = self._heads()
+        options = heads.of_projections(self.param_dtype, self.projection_init)
+        projected = heads.each[1:] if heads.projects else []
+        self.projections = [nn.Dense(head.features, **options) for head in projected]
+
+    def _heads(self) -> Heads:
+        return read_heads(self.head, self.num_tokens, self.project_hidden)
