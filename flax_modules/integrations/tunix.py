@@ -80,10 +80,8 @@ def patch_log_probs(**options: Any) -> None:
             hidden[:, -count - 1 : -1],
             labels=tokens[:, -count:],
             ignore_index=None,
-            implementation=head.implementation,
-            scratch_bytes=head.scratch_bytes,
             **asked,
-            **head._options(None),
+            **head._options(None, "implementation", "scratch_bytes"),
         )
 
     def get_per_token_logps(
@@ -179,9 +177,8 @@ def logit_strategy(
 
         def compute_loss(self, student_output: Any, teacher_output: Any, labels: jax.Array) -> Any:
             hidden, head = student_output
-            student = {"scratch_bytes": head.scratch_bytes, **head._options(None)}
-            teacher = {**teacher_output, **self.of_teacher}
-            divergence = linear_distillation(hidden, **student, **teacher, temperature=self.temperature)
+            heads = {**head._options(None, "scratch_bytes"), **teacher_output, **self.of_teacher}
+            divergence = linear_distillation(hidden, **heads, temperature=self.temperature)
             soft, (hard, _) = divergence * self.temperature**2, self.compute_eval_loss(student_output, labels)
             metrics = {"distill/soft_loss": soft, "distill/hard_loss": hard, "distill/kl_div": divergence}
             return self.alpha * soft + (1 - self.alpha) * hard, metrics

@@ -224,11 +224,10 @@ def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, 
     return jax.lax.stop_gradient(of_sequence) + sequences.difference(log_probs, jax.lax.stop_gradient(log_probs))
 
 
-def _pair(name: str, value: Any) -> tuple[Any, Any]:
+def _pair(name: str, value: Any) -> Any:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(f"{name}={value!r} must be a pair of numbers")
-    first, second = value
-    return first, second
+    return value
 
 
 def _sampler_weight(old: jax.Array, sampler: jax.Array, how: SamplerWeights, limits: tuple[float, float]) -> jax.Array:
