@@ -27,7 +27,6 @@ from pallas_ce.api.sampling import linear_sample as linear_sample
 from pallas_ce.api.specs import LowRank as LowRank
 from pallas_ce.api.top_k import TopK as TopK
 from pallas_ce.api.top_k import linear_top_k as linear_top_k
-from pallas_ce.objectives.sampled_softmax import ClassSample as ClassSample
 from pallas_ce.objectives.crf import linear_chain_crf as linear_chain_crf
 from pallas_ce.objectives.multi_task import MultiTaskLoss as MultiTaskLoss
 from pallas_ce.objectives.multi_task import Task as Task
@@ -44,6 +43,7 @@ from pallas_ce.objectives.registry import LossConfig as LossConfig
 from pallas_ce.objectives.registry import build_loss_fn as build_loss_fn
 from pallas_ce.objectives.registry import loss_names as loss_names
 from pallas_ce.objectives.registry import register_loss as register_loss
+from pallas_ce.objectives.sampled_softmax import ClassSample as ClassSample
 from pallas_ce.objectives.sampled_softmax import sampled_softmax_cross_entropy as sampled_softmax_cross_entropy
 from pallas_ce.parallel.mesh_axes import MeshAxes as MeshAxes
 from pallas_ce.statistics.cross_entropy import Metrics as Metrics
