@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
+from pallas_ce.streaming.rows import present
 from pallas_ce.streaming.tiles import Tile
 
 
@@ -33,30 +34,19 @@ _TF32 = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.DotAlgorithm
 
 @dataclasses.dataclass(frozen=True)
 class HeadSpec:
-    """Static facts of a head; hashable, so that they key compilation caches.
+    """Static facts of a head; hashable, so that they key compilation caches."""
 
-    Attributes:
-        hidden_size: H.
-        weight_rows: vocabulary entries the weight holds, padding included.
-        vocab_size: V, the entries that exist; those from V on are padding.
-        vocab_axis: the weight's vocabulary axis: 0 for `[V, H]`, 1 for `[H, V]`.
-        dtype: compute dtype, which the operands of every product have.
-        softcap: the cap c of `c·tanh(x/c)`, or None.
-        whole_vocab_size: the V of `mean_logit`, where the weight is part of a larger one; None: `vocab_size`.
-        precision: how every product multiplies its operands. Only float32 operands have several levels; DEFAULT is the
-            platform's quickest.
-        rank: r of a low-rank term, or 0.
-    """
-
-    hidden_size: int
-    weight_rows: int
-    vocab_size: int
-    vocab_axis: int
-    dtype: np.dtype
-    softcap: float | None
-    whole_vocab_size: int | None = None
+    hidden_size: int  # H
+    weight_rows: int  # vocabulary entries the weight holds, padding included
+    vocab_size: int  # V, the entries that exist; those from V on are padding
+    vocab_axis: int  # the weight's vocabulary axis: 0 for `[V, H]`, 1 for `[H, V]`
+    dtype: np.dtype  # compute dtype, which the operands of every product have
+    softcap: float | None  # the cap c of `c·tanh(x/c)`, or None
+    whole_vocab_size: int | None = None  # the V of `mean_logit`, where the weight is part of a larger one
+    # How every product multiplies its operands. Only float32 operands have several levels; DEFAULT is the platform's
+    # quickest.
     precision: jax.lax.Precision | jax.lax.DotAlgorithmPreset = jax.lax.Precision.DEFAULT
-    rank: int = 0
+    rank: int = 0  # r of a low-rank term, or 0
 
     @property
     def width(self) -> int:
@@ -85,21 +75,13 @@ class HeadSpec:
 
 
 class Batch(NamedTuple):
-    """The rows a head is applied to, or a block of them: a pytree whose leaves begin with the same dimensions.
+    """The rows a head is applied to, or a block of them: a pytree whose leaves begin with the same dimensions."""
 
-    Attributes:
-        hidden: `[..., H]`; in a block `[n, H]`.
-        labels: `[...]`, or `[..., K]` for K targets of each row: int32, -1 for no target; None where none is read.
-        inverse_temperature: `[...]` in the accumulator dtype, or None for 1: what the capped logits are multiplied by.
-            A constant.
-        low: `[..., r]` in the compute dtype: what a low-rank term's `up` is multiplied by, see `Head.with_low`; None
-            where there is none, or nothing reads it.
-    """
-
-    hidden: jax.Array
-    labels: jax.Array | None = None
+    hidden: jax.Array  # `[..., H]`; in a block `[n, H]`
+    labels: jax.Array | None = None  # `[...]`, or `[..., K]` for K targets of each row: int32, -1 for no target
+    # `[...]` in the accumulator dtype, or None for 1: what the capped logits are multiplied by. A constant.
     inverse_temperature: jax.Array | None = None
-    low: jax.Array | None = None
+    low: jax.Array | None = None  # `[..., r]` in the compute dtype: what `up` is multiplied by, see `Head.with_low`
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -113,15 +95,10 @@ class Batch(NamedTuple):
 
 
 class BatchSpec(NamedTuple):
-    """Static facts of a `Batch` that a backend may have to refuse.
+    """Static facts of a `Batch` that a backend may have to refuse."""
 
-    Attributes:
-        targets: K where each row has K targets; None where it has one or none.
-        row_temperature: whether each row has a temperature.
-    """
-
-    targets: int | None = None
-    row_temperature: bool = False
+    targets: int | None = None  # K where each row has K targets
+    row_temperature: bool = False  # whether each row has a temperature
 
 
 PLAIN = BatchSpec()
@@ -134,27 +111,18 @@ class Head:
 
     A low-rank term adds `up·down` to the weight, but is never added to it: `hidden·downᵀ` is small, and what the weight
     does to hidden states `up` does to that.
-
-    Attributes:
-        weight: `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype; or `NO_WEIGHT`.
-        bias: `[V']` or None.
-        logit_scale: `[]` in the accumulator dtype, or None for 1.
-        logit_weights: `[V]` in the accumulator dtype, the u of `mean_logit`; None for 1/V. A constant.
-        spec: the static facts.
-        valid_columns: `[]` int32, how many of the V columns exist, where that is known only at run time: a shard of a
-            padded vocabulary may hold padding. None: all.
-        up: `[V', r]`, whichever way the weight lies, any floating dtype; or None.
-        down: `[r, H]` in the accumulator dtype; or None.
     """
 
-    weight: jax.Array
-    bias: jax.Array | None
-    logit_scale: jax.Array | None
-    logit_weights: jax.Array | None
+    weight: jax.Array  # `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype; or `NO_WEIGHT`
+    bias: jax.Array | None  # `[V']`
+    logit_scale: jax.Array | None  # `[]` in the accumulator dtype; None: 1
+    logit_weights: jax.Array | None  # `[V]` in the accumulator dtype, the u of `mean_logit`; None: 1/V. A constant
     spec: HeadSpec = dataclasses.field(metadata={"static": True})
+    # `[]` int32, how many of the V columns exist, where that is known only at run time: a shard of a padded vocabulary
+    # may hold padding. None: all.
     valid_columns: jax.Array | None = None
-    up: jax.Array | None = None
-    down: jax.Array | None = None
+    up: jax.Array | None = None  # `[V', r]`, whichever way the weight lies, any floating dtype
+    down: jax.Array | None = None  # `[r, H]` in the accumulator dtype
 
     def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: np.dtype | None = None) -> jax.Array:
         """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands.
@@ -190,9 +158,8 @@ class Head:
         rows, weight, axis = batch.hidden, self.weight, self.spec.vocab_axis
         if self.up is not None:
             # One product: of two, each would be an array of the tile's size.
-            assert batch.low is not None
             up = self.up if axis == 0 else self.up.T
-            rows = jnp.concatenate([x.astype(self.spec.dtype) for x in (rows, batch.low)], axis=1)
+            rows = jnp.concatenate([x.astype(self.spec.dtype) for x in (rows, present(batch.low))], axis=1)
             weight = jnp.concatenate([x.astype(self.spec.dtype) for x in (weight, up)], axis=1 - axis)
         products = self.matmul(rows, weight, (1, 1 - axis))
         return self.cap(products, self.bias, batch.inverse_temperature)
@@ -227,13 +194,9 @@ class Head:
         """
         axis, hidden = self.spec.vocab_axis, batch.hidden
         rounded = dlogits.astype(self.spec.dtype)
-        for_hidden = for_weight = for_bias = None
-        if needs.hidden:
-            for_hidden = self.matmul(rounded, self.existing_weight(tile), (1, axis))
-        if needs.weight:
-            for_weight = self.for_weight(rounded, hidden)
-        if needs.bias:
-            for_bias = dlogits.sum(axis=0, dtype=self.spec.accumulator)
+        for_hidden = self.matmul(rounded, self.existing_weight(tile), (1, axis)) if needs.hidden else None
+        for_weight = self.for_weight(rounded, hidden) if needs.weight else None
+        for_bias = dlogits.sum(axis=0, dtype=self.spec.accumulator) if needs.bias else None
         up = None if self.up is None else tile.take(self.up)
         found = self.term_products(batch, rounded, up, needs)
         return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias)
@@ -255,9 +218,9 @@ class Head:
         """The low-rank term's products of `dlogits [n, c]` and `up [c, r]`: short, and XLA's whatever made dlogits."""
         if up is None:
             return NO_ARRAYS
-        assert batch.low is not None
         for_down = self.matmul(dlogits, up, (1, 0)) if needs.down else None
-        return NO_ARRAYS._replace(down=for_down, up=self.matmul(dlogits, batch.low, (0, 0)) if needs.up else None)
+        for_up = self.matmul(dlogits, present(batch.low), (0, 0)) if needs.up else None
+        return NO_ARRAYS._replace(down=for_down, up=for_up)
 
     def row_sums(self, batch: Batch, needs: PerInput[bool]) -> Arrays:
         """Zeros for the products by row that are needed."""
@@ -274,6 +237,24 @@ class Head:
             bias=jnp.zeros(columns, wide) if needs.bias else None,
             up=jnp.zeros((columns, self.spec.rank), wide) if needs.up else None,
         )
+
+    def without_padding(self, columns: int, sums: Arrays, *, weight: bool = True) -> Arrays:
+        """The head's sums, the `weight`'s too, with 0 in the padding among the first `columns`, which tiles cover.
+
+        Its dlogits are 0, but a NaN in hidden states makes a NaN of 0·NaN.
+        """
+        spec = self.spec
+
+        def cleared(x: jax.Array | None, axis: int = 0) -> jax.Array | None:
+            if x is None or columns == spec.vocab_size:
+                return x
+            zeros = jnp.zeros([columns - spec.vocab_size if i == axis else n for i, n in enumerate(x.shape)], x.dtype)
+            # From an index that XLA does not know: else it would make one operation of this and a kernel's, and fail.
+            start = jax.lax.optimization_barrier(jnp.int32(spec.vocab_size))
+            return jax.lax.dynamic_update_slice_in_dim(x, zeros, start, axis)
+
+        own = cleared(sums.weight, spec.vocab_axis) if weight else sums.weight
+        return sums._replace(weight=own, bias=cleared(sums.bias), up=cleared(sums.up))
 
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
         """u of `size` columns from `start` on, `[size]`."""

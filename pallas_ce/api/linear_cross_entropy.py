@@ -12,8 +12,7 @@ from pallas_ce.api.head_options import CrossEntropyOptions, computed_by
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.sums import added
+from pallas_ce.modes.call import Call, Known, Operands, added
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, safe_inverse
 from pallas_ce.statistics.logits import present

@@ -18,7 +18,7 @@ from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, fields_of, spread
-from pallas_ce.streaming.loops import device_cond
+from pallas_ce.streaming.loops import chosen_by_device
 
 # The bits of a float32 number that TF32 has: sign, exponent and a part of the significand.
 _TF32_BITS = 0xFFFFE000
@@ -135,4 +135,4 @@ def zeroed(dlogits: jax.Array, rows: jax.Array | None, columns: jax.Array | None
         counts = (lax.broadcasted_iota(jnp.int32, dlogits.shape, axis) < count for axis, count in bounds)
         return jnp.where(functools.reduce(operator.and_, counts), dlogits, 0)
 
-    return device_cond(whole, lambda: dlogits, blanked)
+    return lax.cond(chosen_by_device(whole), lambda: dlogits, blanked)

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.backends import reference
-from pallas_ce.head import NO_WEIGHT
+from pallas_ce.head import NO_WEIGHT, Head
 from pallas_ce.modes import in_forward, materialized, recompute
-from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.modes.forward import empty_statistics, forward_statistics
-from pallas_ce.modes.sums import added
+from pallas_ce.modes.call import Call, Known, Operands, Statistics, added, empty_statistics
+from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.logits import present
@@ -28,8 +27,13 @@ _REFUSAL = (
     "pallas_ce computes first derivatives in reverse mode only: its gradients are streamed, not traced, and cannot be "
     "differentiated again (neither by grad of grad nor by jvp, jacfwd or hessian). "
 )
-_USE_REFERENCE = "implementation='reference' materialises the logits and supports any order."
-_USE_PLAIN_JAX = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
+
+
+def _instead_of(head: Head) -> str:
+    """What can be differentiated twice, for an error; saved logits that nothing reads are None, as `NO_WEIGHT` is."""
+    if head.weight is NO_WEIGHT:
+        return "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
+    return "implementation='reference' materialises the logits and supports any order."
 
 
 class _Saved(NamedTuple):
@@ -59,7 +63,7 @@ def _refuse(instead: str, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(_REFUSAL + instead)
 
 
-def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
+def first_order_only(tree: Any, instead: str) -> Any:
     """The arrays of `tree`; differentiating anything computed from them raises NotImplementedError naming `instead`."""
     # Each array has a barrier of its own, so that unused arrays are neither kept nor asked for.
     return jax.tree.map(functools.partial(_barrier, instead), tree)
@@ -77,7 +81,6 @@ def differentiable[Static, Out](
     forward: Callable[[Static, Operands, PerInput[bool]], tuple[Out, Any]],
     backward: Callable[[Static, Operands, PerInput[bool], Any, Any], Arrays],
     *,
-    instead: str = _USE_REFERENCE,
     reads_operands: bool = True,
 ) -> Callable[[Static, Operands], Out]:
     """`value` with gradients in hidden states and head, once; its other operands are constants to it.
@@ -89,14 +92,13 @@ def differentiable[Static, Out](
         forward: `(static, operands, needs_grad) -> (out, kept)`.
         backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, a cotangent is None
             where nothing depends on the output.
-        instead: what can be differentiated twice, for an error.
         reads_operands: whether `backward` reads arrays of the operands; else their memory is free before.
     """
 
     def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
         flags = primals.differentiable.map(lambda x: x is not None and x.perturbed)
         operands: Operands = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
-        out, kept = forward(static, first_order_only(operands, instead), flags)
+        out, kept = forward(static, first_order_only(operands, _instead_of(operands.head)), flags)
         read = operands._replace(known=None) if reads_operands else jax.tree.map(lambda _: None, operands)
         return out, _Saved(read, kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
 
@@ -104,6 +106,7 @@ def differentiable[Static, Out](
         needs_grad, cotangents = PerInput(*(size > 1 for size in saved.flags.shape)), _given(cotangents)
         gradients = NO_ARRAYS
         if any(needs_grad) and jax.tree.leaves(cotangents):
+            instead = _instead_of(saved.operands.head)
             used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents), instead)
             gradients = backward(static, used, needs_grad, kept, cotangents)
         zero: Any = jax.tree.map(lambda _: None, saved.operands)
@@ -116,34 +119,26 @@ def differentiable[Static, Out](
 
 def _value(call: Call, operands: Operands) -> Any:
     """Primitive statistics of the rows, and in mode in_forward the handle."""
-    how, names, known = call.how, call.names, operands.known
-    if operands.head.weight is NO_WEIGHT:
-        found = materialized.row_statistics(how, names, operands)
-    elif known is None:
-        found = forward_statistics(how, names)(operands.rows, operands.head, NO_ARRAYS)[0]
+    if operands.known is None:
+        found = forward_statistics(call.how, call.names, operands)
     else:
-        found = only(known.statistics, names)
-    return in_forward.with_handle(call, operands, found) if call.in_forward else found
+        found = only(operands.known.statistics, call.names)
+    return call.with_handle(operands, found) if call.in_forward else found
 
 
 # Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.
 _recomputed = differentiable(_value, recompute.forward, recompute.backward)
-_of_logits = differentiable(_value, materialized.forward, materialized.backward, instead=_USE_PLAIN_JAX)
 
 # Statistics, which carry no gradient, and a scalar 0 with the gradient of the summed row totals. Therefore
 # `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: JAX's own
 # differentiation makes the gradient of `inputs`, and the handle the gradients of `hidden` and `head`.
 _with_handle = differentiable(_value, in_forward.forward, in_forward.backward)
 _of_logits_with_handle = differentiable(
-    _value,
-    materialized.forward_and_gradient,
-    materialized.scaled_gradient,
-    instead=_USE_PLAIN_JAX,
-    reads_operands=False,
+    _value, materialized.forward_and_gradient, materialized.scaled_gradient, reads_operands=False
 )
 
 
-def statistics(call: Call, operands: Operands) -> dict[str, jax.Array]:
+def statistics(call: Call, operands: Operands) -> Statistics:
     """Primitive statistics `[...]` of the rows, differentiable; 0 where the mask is False."""
     batch, head, mask = operands[:3]
     if batch.hidden.size == 0:
@@ -152,10 +147,10 @@ def statistics(call: Call, operands: Operands) -> dict[str, jax.Array]:
         rows, counted = flat_rows(batch.leading, (batch, mask))
         found = reference.row_statistics(call.names, rows, head, counted)
         return {name: value.reshape(*batch.leading, *value.shape[1:]) for name, value in found.items()}
-    return (_of_logits if head.weight is NO_WEIGHT else _recomputed)(call, reverse_mode_only(operands))
+    return _recomputed(call, reverse_mode_only(operands))
 
 
-def loss(call: Call, operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss(call: Call, operands: Operands, by_row: bool) -> tuple[jax.Array, Statistics]:
     """`Σ row_total` over the rows that count or, `by_row`, each `[...]`, 0 where masked; and constant statistics."""
     handle = jnp.zeros((), operands.head.spec.accumulator)
     if call.in_forward and operands.batch.hidden.size > 0:
@@ -168,15 +163,14 @@ def loss(call: Call, operands: Operands, by_row: bool) -> tuple[jax.Array, dict[
     return result, jax.tree.map(jax.lax.stop_gradient, found)
 
 
-def total(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+def total(call: Call, operands: Operands, found: Statistics) -> jax.Array:
     """`Σ row_total` over the rows that count, from their statistics `[...]`."""
     return call.how.total(jnp.sum(_values(call, operands, found)))
 
 
-def _values(call: Call, operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+def _values(call: Call, operands: Operands, found: Statistics) -> jax.Array:
     """`row_total` of each row `[...]`, 0 in those that do not count, whose values never reach it."""
-    row_total, leading, (by_row, shared) = call.row_total, operands.batch.leading, operands.inputs
-    assert row_total is not None
+    row_total, leading, (by_row, shared) = present(call.row_total), operands.batch.leading, operands.inputs
     mask, read, by_row = flat_rows(leading, (operands.mask, only(found, row_total.names), by_row))
     read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
     values = row_total(read, (by_row, constant_unless_any(mask, shared)))
@@ -192,8 +186,7 @@ def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | 
         return None
     if call.in_forward:
         return in_forward.keep(call, operands, needs_grad)
-    find = forward_statistics(call.how, call.names | saved_statistics(call.names))
-    return Known(find(operands.rows, operands.head, NO_ARRAYS)[0])
+    return Known(forward_statistics(call.how, call.names | saved_statistics(call.names), operands))
 
 
 def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:

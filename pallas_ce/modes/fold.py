@@ -29,21 +29,13 @@ LSE = frozenset({"lse"})
 
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """Block sizes for heads that are streamed together, by the tiled XLA backend's preferences. Static and hashable.
+    """Block sizes for heads that are streamed together, by the tiled XLA backend's preferences. Static and hashable."""
 
-    Attributes:
-        specs: the heads, which have one vocabulary.
-        scratch_bytes: the caller's bound, or None for the default.
-        tile_arrays: arrays of a tile's size that are alive at a time, in the accumulator dtype.
-        least_columns: the fewest columns a tile may have.
-        row_arrays: arrays of a block's rows with all their columns, likewise.
-    """
-
-    specs: tuple[HeadSpec, ...]
-    scratch_bytes: int | None
-    tile_arrays: int
-    least_columns: int = 1
-    row_arrays: int = 0
+    specs: tuple[HeadSpec, ...]  # the heads, which have one vocabulary
+    scratch_bytes: int | None  # the caller's bound, or None for the default
+    tile_arrays: int  # of a tile's size that are alive at a time, in the accumulator dtype
+    least_columns: int = 1  # the fewest columns a tile may have
+    row_arrays: int = 0  # of a block's rows with all their columns, likewise
 
     def block_sizes(self, tokens: int, mode: Mode | None = None) -> Plan:
         """Block sizes for `tokens` rows, at least one, in the forward (`mode=None`) or in the recompute backward.
@@ -77,10 +69,8 @@ def fold_with_lse[Found](
         logits = head.tile_logits(untempered, tile)
         return part(logits, tile), lse_partial(logits, tile.columns, tile.valid, batch.inverse_temperature)
 
-    def join(a: tuple[Found, Partial], b: tuple[Found, Partial]) -> tuple[Found, Partial]:
-        return merge_parts(a[0], b[0]), merge(a[1], b[1])
-
-    return Tiles(head.spec.vocab_size, columns).fold(both, join)
+    tiles = Tiles(head.spec.vocab_size, columns)
+    return tiles.fold(both, lambda a, b: (merge_parts(a[0], b[0]), merge(a[1], b[1])))
 
 
 def lse_partial(
@@ -98,21 +88,13 @@ def over_rows_that_count[Out](
     rows: RowArrays,
     head: Head,
 ) -> Out:
-    """`visit` of the rows that count, block by block; `empty` in the others, whose work is skipped.
+    """`visit(how, plan, rows, head)` of the rows that count, block by block; `empty(N)` in the others.
 
-    Args:
-        how: how it is carried out.
-        visit: `(how, plan, rows, head) -> out` of one block, trees of `[n, ...]`.
-        block_sizes: `(how, tokens) -> plan` of at least one row.
-        empty: `N -> out` of rows that do not count.
-        rows: `[N, ...]`.
-        head: the head.
+    `rows` and results are trees of `[N, ...]`, and `block_sizes(how, tokens)` has the plan of at least one row.
     """
 
     def operation(how: How, local: Local) -> tuple[Out, Arrays]:
-        def of_block(plan: Plan, rows: RowArrays) -> Out:
-            return visit(how, plan, rows, local.head)
-
+        of_block = functools.partial(visit, how, head=local.head)
         return by_block(local.rows, functools.partial(block_sizes, how), of_block, empty), NO_ARRAYS
 
     return streamed(how, operation, whole_head=True)(rows, head, NO_ARRAYS)[0]

@@ -7,16 +7,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head
+from pallas_ce.head import NO_WEIGHT
+from pallas_ce.modes import materialized
+from pallas_ce.modes.call import Operands, Statistics, empty_statistics
 from pallas_ce.modes.how import How
-from pallas_ce.parallel.entry import Operation, streamed
+from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local
-from pallas_ce.statistics.row import finalise, struct
+from pallas_ce.statistics.row import finalise
+from pallas_ce.streaming.gradient_products import NO_ARRAYS
 from pallas_ce.streaming.loops import chosen_by_device
 from pallas_ce.streaming.rows import RowBlock, Rows, few_ignored, zeroed
 from pallas_ce.streaming.tiles import Tiles
-
-Statistics = dict[str, jax.Array]
 
 # Hidden states gathered at a time where some rows may not count: few, for the sake of memory. Rows are in steps that
 # kernels take without padding, which would be a second copy.
@@ -24,24 +25,19 @@ _GATHERED_BYTES = 12 * 2**20
 _GATHERED_STEP = 256
 
 
-def empty_statistics(names: frozenset[str], batch: Batch, head: Head) -> Statistics:
-    """Zeros for each statistic: what ignored rows keep."""
-    shapes = batch.leading, batch.targets
-    return {name: jnp.zeros_like(struct(name, *shapes, head.spec.accumulator)) for name in sorted(names)}
-
-
-def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statistics:
-    """`block.put` for each of `buffers`."""
-    return {name: block.put(buffer, values[name]) for name, buffer in buffers.items()}
-
-
-def forward_statistics(how: How, names: frozenset[str], *, before_gradient: bool = False) -> Operation:
-    """Makes rows and a head the primitive statistics `[...]` of the rows that count, 0 in the others.
+@jax.named_scope("pallas_ce.forward")
+def forward_statistics(
+    how: How, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
+) -> Statistics:
+    """The primitive statistics `[...]` of the rows that count, 0 in the others.
 
     Memory that hidden's gradient will take is free for a copy of hidden where this comes `before_gradient`.
     """
-    operation = streamed(how, functools.partial(_local_statistics, names, before_gradient))
-    return jax.named_scope("pallas_ce.forward")(operation)
+    if operands.head.weight is NO_WEIGHT:
+        return materialized.row_statistics(how, names, operands)
+    local = functools.partial(_local_statistics, names, before_gradient)
+    found: Statistics = streamed(how, local)(operands.rows, operands.head, NO_ARRAYS)[0]
+    return found
 
 
 def _local_statistics(names: frozenset[str], before_gradient: bool, how: How, local: Local) -> tuple[Statistics, None]:
@@ -56,7 +52,7 @@ def _local_statistics(names: frozenset[str], before_gradient: bool, how: How, lo
         def body(block: RowBlock, found: Statistics) -> Statistics:
             block_batch = jax.tree.map(block.take, rows.batch)
             partial = backend.statistics(head, block_batch, names, plan, block.filled)
-            return put_all(block, found, finalise(shards.merge(partial, head), names))
+            return block.put_each(found, finalise(shards.merge(partial, head), names))
 
         blocks = Rows.counted(mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
         found = blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)

@@ -31,19 +31,12 @@ _USEFUL_ROWS = 64
 
 
 class WeightSum(NamedTuple):
-    """In_forward's sum for the weight over several blocks of rows, as far as a single block does without.
+    """In_forward's sum for the weight over several blocks of rows, as far as a single block does without."""
 
-    Attributes:
-        bytes: what it takes beside the gradient.
-        spare: of these, where the gradient will be when all blocks are done.
-        narrow: whether it is the gradient itself, and the bits that this lacks: `Backend.weight_bits`.
-        given: whether the caller gave it, so that no gradient is made beside it.
-    """
-
-    bytes: int = 0
-    spare: int = 0
-    narrow: bool = False
-    given: bool = False
+    bytes: int = 0  # what it takes beside the gradient
+    spare: int = 0  # of these, where the gradient will be when all blocks are done
+    narrow: bool = False  # whether it is the gradient itself, and the bits that this lacks: `Backend.weight_bits`
+    given: bool = False  # whether the caller gave it, so that no gradient is made beside it
 
 
 _NO_SUM = WeightSum()
@@ -55,26 +48,14 @@ Task = Literal["head", "logits", "top_k", "pair"]
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How a call is carried out; static and hashable, whatever the reasons.
+    """How a call is carried out; static and hashable, whatever the reasons, which are for `explain`."""
 
-    Attributes:
-        implementation: a backend's name, or "reference".
-        mode: the backward mode; None for the reference, which has JAX's own differentiation, and without derivatives.
-        scratch_bytes: the caller's bound, or None for the default.
-        shards: how the call is split inside a `shard_map`; None outside.
-        default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
-        platform: the one that is known to be lowered for, as JAX's devices name theirs; None: the process's.
-        task: a name of the call's work.
-        implementation_reason: why that implementation, for `explain`.
-        mode_reason: why that mode.
-    """
-
-    implementation: str
-    mode: Mode | None
-    scratch_bytes: int | None
-    shards: Shards | None = None
-    default: Default | None = None
-    platform: str | None = None
+    implementation: str  # a backend's name, or "reference"
+    mode: Mode | None  # None for the reference, which has JAX's own differentiation, and without derivatives
+    scratch_bytes: int | None  # the caller's bound, or None for the default
+    shards: Shards | None = None  # how the call is split inside a `shard_map`; None outside
+    default: Default | None = None  # what else may carry it out; None for one asked for by name, or the only one
+    platform: str | None = None  # the one that is known to be lowered for, by JAX's name; None: the process's
     task: Task = "head"
     implementation_reason: str = dataclasses.field(default="", compare=False)
     mode_reason: str = dataclasses.field(default="", compare=False)
@@ -182,25 +163,20 @@ def _share_of_head(how: How, spec: HeadSpec, _: int, padded_share: HeadSpec | No
 
 
 class Work(NamedTuple):
-    """What depends on a call's task.
+    """What depends on a call's task."""
 
-    Attributes:
-        serving: the implementations that there are for it.
-        otherwise: the end of the error for another one.
-        refusal: `(name, spec, rows)` to why an implementation cannot serve the call; None where it can.
-        share: `(how, spec, tokens, padded_share)` to why not a device's share, whose rows are known only there.
-        split: whether it is split inside a `shard_map`.
-        modes: for losses by row and for scalar ones; None: chosen by what the scratch holds.
-        default: the implementation without a name; None: the fastest for the device.
-    """
-
-    serving: tuple[str, ...] = IMPLEMENTATIONS
-    otherwise: str = ""
+    serving: tuple[str, ...] = IMPLEMENTATIONS  # the implementations that there are for it
+    otherwise: str = ""  # the end of the error for another one
+    # `(name, spec, rows)` to why an implementation cannot serve the call; None where it can.
     refusal: Callable[[str, HeadSpec, BatchSpec], str | None] = lambda name, *head: select.load(name).refusal(*head)
+    # `(how, spec, tokens, padded_share)` to why not a device's share, whose rows are known only there.
     share: Callable[[How, HeadSpec, int, HeadSpec | None], str | None] = lambda *_: None
-    split: bool = False
-    modes: tuple[Mode | None, Mode | None] | None = (None, None)
-    default: str | None = None
+    split: bool = False  # whether it is split inside a `shard_map`
+    modes: tuple[Mode | None, Mode | None] | None = (
+        None,
+        None,
+    )  # by row, and of a sum; None: by what the scratch holds
+    default: str | None = None  # the implementation without a name; None: the fastest for the device
 
 
 WORK: dict[Task, Work] = {

@@ -17,37 +17,24 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.modes.call import Call, Known, Operands, absent
-from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
+from pallas_ce.modes.call import (
+    Call,
+    Known,
+    Operands,
+    Statistics,
+    absent,
+    empty_statistics,
+    sum_over_devices,
+    through_down,
+)
+from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.modes.how import How
-from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import NO_AXES, Local, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, only
-from pallas_ce.streaming.gradient_products import (
-    BY_ROW,
-    NO_ARRAYS,
-    Arrays,
-    PerInput,
-    WeightGradient,
-    needed_products,
-)
-from pallas_ce.streaming.loops import vary_like
+from pallas_ce.streaming.gradient_products import BY_ROW, NO_ARRAYS, Arrays, PerInput, WeightGradient, needed_products
 from pallas_ce.streaming.rows import RowBlock, Rows
-
-
-def with_handle(call: Call, operands: Operands, found: Statistics) -> tuple[Statistics, jax.Array]:
-    """Statistics and handle, made to depend on each other and on what the row total reads beside.
-
-    Under vmap each example then has a handle of its own, and a function and its forward rule, which also reads the
-    inputs, agree on which outputs are batched, as JAX requires.
-    """
-    leaves = jax.tree.leaves((found, operands.inputs))
-    firsts = (lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in leaves)
-    zero = sum((jnp.sum(jnp.where(x != x, 0, 0), dtype=jnp.int32) for x in firsts), jnp.zeros((), jnp.int32))
-    found = {k: x + zero.astype(x.dtype) for k, x in found.items()}
-    return found, call.how.total(zero.astype(operands.head.spec.accumulator))
 
 
 def forward(
@@ -56,7 +43,7 @@ def forward(
     """Statistics and handle; kept are the sums that the gradients come from."""
     known = keep(call, operands, needs_grad) if operands.known is None else operands.known
     kept = known.sums.map(lambda x: absent() if x is None else x)
-    return with_handle(call, operands, only(known.statistics, call.names)), kept
+    return call.with_handle(operands, only(known.statistics, call.names)), kept
 
 
 def backward(
@@ -70,13 +57,13 @@ def backward(
     upstream, shards = cotangents[1], call.how.shards or Shards()
     if upstream is None or not call.read:
         return NO_ARRAYS
-    return finish(operands, kept.where(needs_grad), psum(upstream, shards.cotangents_of_total), shards.sums)
+    return operands.finish(kept.where(needs_grad), psum(upstream, shards.cotangents_of_total), shards.sums)
 
 
 def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
     if not (any(needs_grad) and call.read):
-        return Known(forward_statistics(call.how, call.names)(operands.rows, operands.head, NO_ARRAYS)[0])
+        return Known(forward_statistics(call.how, call.names, operands))
     how, (by_row, shared) = call.how, operands.inputs
     if how.shards is not None and operands.cotangent is None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
@@ -116,7 +103,7 @@ def _statistics_and_sums(
         partial, stash = backend.stash(head, block_batch, names, plan, block)
         statistics = finalise(shards.merge(partial, head), names)
         block_inputs = (jax.tree.map(block.take, rows.more), shared_inputs)
-        cotangents = row_cotangents(call, statistics, block, block_inputs)
+        cotangents = call.row_cotangents(statistics, block, block_inputs)
         if cotangent is not None:
             cotangents = jax.tree.map(lambda g: cotangent * g, cotangents)
         coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
@@ -137,7 +124,7 @@ def _statistics_and_sums(
         for_hidden = through_down(head, shares.hidden, for_down)
         shares = shares._replace(hidden=for_hidden, down=for_down)
         shares = shares.of(BY_ROW, lambda share, total: block.put(total, factor * share), sums)
-        return put_all(block, found, statistics), shares, bits
+        return block.put_each(found, statistics), shares, bits
 
     # A block that is the only one rounds its sum at once.
     kept = how.kept_dtype(spec, weight_dtype)
@@ -162,18 +149,6 @@ def _statistics_and_sums(
     init = head.with_column_sums(init, needs, spec.weight_rows)
     bits = None if bits_shape is None else lax.empty(bits_shape, sum_dtype)
     found, sums, _ = blocks.for_each(body, (empty, init, bits))
-    sums = without_padding(head, plan.vocab_size, sums, weight=not in_place)
+    sums = head.without_padding(plan.vocab_size, sums, weight=not in_place)
     hidden_sum, of_head = sum_over_devices(local, needs_grad, sums, (kept_hidden, kept))
     return (shards.own_rows(found), hidden_sum), of_head
-
-
-def row_cotangents(call: Call, statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
-    """d Σ row_total / d statistics, of those that it reads, for the block's valid rows; exactly 0 for the others."""
-
-    def summed(varied: Statistics) -> jax.Array:
-        assert call.row_total is not None
-        return jnp.sum(call.row_total({**statistics, **varied}, inputs))
-
-    # Declared to vary as the inputs do: their cotangents are wanted as they are, and not added up over devices.
-    varied = {name: vary_like(x, inputs) for name, x in only(statistics, call.read).items()}
-    return jax.tree.map(lambda g: block.select(g, 0.0), jax.grad(summed)(varied))

@@ -10,7 +10,7 @@ On Hopper two kernels do so for all rows at once, without launches by the hundre
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,8 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Head
-from pallas_ce.modes.call import Call, Operands, absent
-from pallas_ce.modes.forward import Statistics, empty_statistics, put_all
+from pallas_ce.modes.call import Call, Operands, Statistics, absent, empty_statistics
 from pallas_ce.modes.how import How
-from pallas_ce.modes.in_forward import row_cotangents, with_handle
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics import gradient as coef
@@ -34,21 +32,80 @@ from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows, zeroed
 _BLOCK_BYTES = 8 * 2**20
 
 
-def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[Statistics, Statistics]:
-    """The statistics; keeps the ones that their derivatives read."""
-    del needs_grad
-    saved = coef.saved_statistics(call.names)
-    found = row_statistics(call.how, call.names | saved, operands)
-    return only(found, call.names), only(found, saved)
+class StoredLogits(NamedTuple):
+    """Rows of one device whose hidden states are logits `[n, V']`: a head of `NO_WEIGHT`. Kernels take all at once."""
+
+    how: How
+    rows: RowArrays
+    head: Head
+
+    def blocks(self) -> RowBlocks:
+        """All rows, at least one: those that do not count need their zeros written too."""
+        size = tokens = self.rows.batch.hidden.shape[0]
+        if self.how.backend.materialized is None:
+            bound = min(_BLOCK_BYTES, self.how.scratch_bytes or _BLOCK_BYTES)
+            size = min(tokens, max(1, bound // (self.head.spec.weight_rows * self.head.spec.accumulator.itemsize)))
+        return Rows.counted(None).blocks(tokens, size)
+
+    def of(self, block: RowBlock, logits: jax.Array) -> Self:
+        """A block's rows, with what `logits` hold of it."""
+        rows = self.rows._replace(batch=self.rows.batch._replace(hidden=logits))
+        return self._replace(rows=jax.tree.map(block.take, rows))
+
+    def capped(self, logits: jax.Array) -> jax.Array:
+        """In the accumulator dtype."""
+        return self.head.cap(logits.astype(self.head.spec.accumulator), None)
+
+    def columns(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """A row's columns, which of them are not padding (None: all), and their u."""
+        spec, count = self.head.spec, self.head.spec.weight_rows
+        columns, u = jnp.arange(count, dtype=jnp.int32), self.head.with_padding(count).tile_logit_weights(0, count)
+        return columns, None if count == spec.vocab_size else columns < spec.vocab_size, u
+
+    def statistics(self, names: frozenset[str]) -> Statistics:
+        """Primitive statistics of the rows; 0 in those that do not count."""
+        logits, labels = self.rows.batch.hidden, self.rows.batch.labels
+        if (kernels := self.how.backend.materialized) is not None:
+            partial = kernels.statistics(self.head, logits, names)
+        else:
+            columns, valid, u = self.columns()
+            partial = partial_of_tile(self.capped(logits), columns, valid, None, u, names)
+        if "target_logit" in fields_of(names):
+            assert labels is not None
+            ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
+            picked = jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds").reshape(labels.shape)
+            partial = partial._replace(target_logit=jnp.where(labels < 0, 0.0, self.capped(picked)))
+        return zeroed(self.rows.mask, finalise(partial, names))
+
+    def dlogits(self, coefficients: coef.Coefficients, statistics: Statistics) -> jax.Array:
+        """`[n, V']`, before or after rounding; exactly 0 in rows that do not count."""
+        coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
+        reference = statistics["max_logit"] if coefficients.prob is not None else None
+        gradient, batch, mask = (
+            Gradient(coefficients, reference, statistics.get("argmax")),
+            self.rows.batch,
+            self.rows.mask,
+        )
+        if (kernels := self.how.backend.materialized) is not None:
+            return kernels.dlogits(self.head, gradient, batch, mask)
+        columns, valid, u = self.columns()
+        logits, softcap = self.capped(batch.hidden), self.head.spec.softcap
+        of_row = batch.labels, gradient.argmax
+        return zeroed(mask, coef.dlogits(coefficients, logits, reference, columns, valid, *of_row, u, softcap))
 
 
-def backward(
-    call: Call, operands: Operands, needs_grad: PerInput[bool], kept: Statistics, cotangents: Statistics
-) -> Arrays:
-    """dlogits from the statistics' cotangents."""
-    del needs_grad
-    cotangents = {name: g for name, g in cotangents.items() if g is not None}
-    return NO_ARRAYS._replace(hidden=row_gradient(call.how, operands, kept, cotangents))
+def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
+    """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
+
+    def operation(how: How, local: Local) -> tuple[Statistics, Arrays]:
+        stored = StoredLogits(how, local.rows, local.head)
+
+        def body(block: RowBlock, found: Statistics) -> Statistics:
+            return block.put_each(found, stored.of(block, stored.rows.batch.hidden).statistics(names))
+
+        return stored.blocks().for_each(body, empty_statistics(names, stored.rows.batch, stored.head)), NO_ARRAYS
+
+    return streamed(how, operation, whole_head=True)(operands.rows, operands.head, NO_ARRAYS)[0]
 
 
 def forward_and_gradient(
@@ -65,7 +122,7 @@ def forward_and_gradient(
         factor = found.get("factor", factor)
     else:
         found = row_statistics(call.how, call.names, operands)
-    return with_handle(call, operands, only(found, call.names)), (dlogits, factor)
+    return call.with_handle(operands, only(found, call.names)), (dlogits, factor)
 
 
 def scaled_gradient(
@@ -83,35 +140,20 @@ def scaled_gradient(
     return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
 
 
-@jax.named_scope("pallas_ce.materialized.forward")
-def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
-    """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
-
-    def operation(how: How, local: Local) -> tuple[Statistics, Arrays]:
-        rows, head = local.rows, local.head
-
-        def body(block: RowBlock, found: Statistics) -> Statistics:
-            return put_all(block, found, _block_statistics(how, names, head, jax.tree.map(block.take, rows)))
-
-        return _blocks(how, rows, head).for_each(body, empty_statistics(names, rows.batch, head)), NO_ARRAYS
-
-    return streamed(how, operation, whole_head=True)(operands.rows, operands.head, NO_ARRAYS)[0]
-
-
 @jax.named_scope("pallas_ce.materialized.backward")
 def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
     def operation(how: How, local: Local) -> tuple[jax.Array, Arrays]:
-        rows, head = local.rows, local.head
-        kept, cotangents = rows.more
+        rows, (kept, cotangents) = local.rows, local.rows.more
         coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
+        stored = StoredLogits(how, rows._replace(more=(coefficients, kept)), local.head)
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
-            part = _block(block, rows._replace(more=(coefficients, kept)), buffer)
-            return block.put(buffer, _block_gradient(how, head, part, *part.more))
+            part = stored.of(block, buffer)
+            return block.put(buffer, part.dlogits(*part.rows.more))
 
-        return _blocks(how, rows, head).for_each(body, rows.batch.hidden), NO_ARRAYS
+        return stored.blocks().for_each(body, rows.batch.hidden), NO_ARRAYS
 
     rows = operands.rows._replace(more=(kept, cotangents))
     return streamed(how, operation, whole_head=True)(rows, operands.head, NO_ARRAYS)[0]
@@ -122,78 +164,22 @@ def _statistics_and_gradient(
 ) -> tuple[tuple[Statistics, jax.Array], Arrays]:
     """Statistics and dlogits; where dlogits are divided by a power of two, that "factor" is among the statistics."""
     _, rows, head, _ = local
-    names = call.names | coef.saved_statistics(call.read)
+    stored, names = StoredLogits(how, rows, head), call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: tuple[Statistics, jax.Array]) -> tuple[Statistics, jax.Array]:
         found, buffer = carry
-        part = _block(block, rows, buffer)
+        part = stored.of(block, buffer)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
-        statistics = lax.optimization_barrier(_block_statistics(how, names, head, part))
-        cotangents = row_cotangents(call, statistics, block, (part.more, shared_inputs))
-        coefficients = coef.select(coef.from_cotangents(cotangents, statistics), part.mask)
+        statistics = lax.optimization_barrier(part.statistics(names))
+        cotangents = call.row_cotangents(statistics, block, (part.rows.more, shared_inputs))
+        coefficients = coef.select(coef.from_cotangents(cotangents, statistics), part.rows.mask)
         if "factor" in found:
             coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
-            statistics["factor"] = jnp.broadcast_to(factor, part.batch.leading)
-        dlogits = _block_gradient(how, head, part, coefficients, statistics)
-        return put_all(block, found, statistics), block.put(buffer, dlogits)
+            statistics["factor"] = jnp.broadcast_to(factor, part.rows.batch.leading)
+        dlogits = part.dlogits(coefficients, statistics)
+        return block.put_each(found, statistics), block.put(buffer, dlogits)
 
     found = empty_statistics(call.names, rows.batch, head)
     if head.spec.dtype == np.float16:  # dlogits, whose entries are p/N, could underflow before the upstream scalar
         found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
-    return _blocks(how, rows, head).for_each(body, (found, rows.batch.hidden)), NO_ARRAYS
-
-
-def _blocks(how: How, rows: RowArrays, head: Head) -> RowBlocks:
-    """All rows, at least one: those that do not count need their zeros written too."""
-    size = tokens = rows.batch.hidden.shape[0]
-    if how.backend.materialized is None:
-        bound = min(_BLOCK_BYTES, how.scratch_bytes or _BLOCK_BYTES)
-        size = min(tokens, max(1, bound // (head.spec.weight_rows * head.spec.accumulator.itemsize)))
-    return Rows.counted(None).blocks(tokens, size)
-
-
-def _block(block: RowBlock, rows: RowArrays, logits: jax.Array) -> RowArrays:
-    """A block's rows, with what `logits` hold of it."""
-    return jax.tree.map(block.take, rows._replace(batch=rows.batch._replace(hidden=logits)))
-
-
-def _block_statistics(how: How, names: frozenset[str], head: Head, rows: RowArrays) -> Statistics:
-    """Primitive statistics of a block of rows; 0 in rows that do not count."""
-    logits, labels = rows.batch.hidden, rows.batch.labels
-    if (kernels := how.backend.materialized) is not None:
-        partial = kernels.statistics(head, logits, names)
-    else:
-        columns, valid, u = _columns(head)
-        partial = partial_of_tile(_capped(head, logits), columns, valid, None, u, names)
-    if "target_logit" in fields_of(names):
-        assert labels is not None
-        ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
-        picked = jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds").reshape(labels.shape)
-        partial = partial._replace(target_logit=jnp.where(labels < 0, 0.0, _capped(head, picked)))
-    return zeroed(rows.mask, finalise(partial, names))
-
-
-def _block_gradient(
-    how: How, head: Head, rows: RowArrays, coefficients: coef.Coefficients, statistics: Statistics
-) -> jax.Array:
-    """dlogits `[n, V']` of a block of rows, before or after rounding; exactly 0 in rows that do not count."""
-    coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
-    reference = statistics["max_logit"] if coefficients.prob is not None else None
-    gradient = Gradient(coefficients, reference, statistics.get("argmax"))
-    if (kernels := how.backend.materialized) is not None:
-        return kernels.dlogits(head, gradient, rows.batch, rows.mask)
-    columns, valid, u = _columns(head)
-    logits, labels, softcap = _capped(head, rows.batch.hidden), rows.batch.labels, head.spec.softcap
-    dlogits = coef.dlogits(coefficients, logits, reference, columns, valid, labels, gradient.argmax, u, softcap)
-    return zeroed(rows.mask, dlogits)
-
-
-def _capped(head: Head, logits: jax.Array) -> jax.Array:
-    return head.cap(logits.astype(head.spec.accumulator), None)
-
-
-def _columns(head: Head) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """A row's columns, which of them are not padding (None: all), and their u."""
-    count = head.spec.weight_rows
-    columns, u = jnp.arange(count, dtype=jnp.int32), head.with_padding(count).tile_logit_weights(0, count)
-    return columns, None if count == head.spec.vocab_size else columns < head.spec.vocab_size, u
+    return stored.blocks().for_each(body, (found, rows.batch.hidden)), NO_ARRAYS

@@ -9,7 +9,6 @@ once and rounded once; inside are blocks of the rows that count. The float32 gra
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,13 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends.protocol import Gradient, Plan
-from pallas_ce.head import Head
-from pallas_ce.modes.call import Call, Operands
-from pallas_ce.modes.forward import Statistics, forward_statistics
+from pallas_ce.head import NO_WEIGHT, Head
+from pallas_ce.modes import materialized
+from pallas_ce.modes.call import Call, Operands, Statistics, sum_over_devices, through_down
+from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.modes.how import How
-from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import Local, psum
+from pallas_ce.parallel.shards import Local, axis_size, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.gradient_products import (
@@ -36,15 +35,11 @@ from pallas_ce.streaming.gradient_products import (
     WeightGradient,
     needed_products,
 )
-from pallas_ce.streaming.rows import RowBlock, Rows
+from pallas_ce.streaming.rows import RowBlock, Rows, present
 from pallas_ce.streaming.tiles import Tile, Tiles, pad
 
-
-class _Kept(NamedTuple):
-    """The forward's results that the backward reads; the head if it is gathered, once for both passes."""
-
-    statistics: Statistics
-    head: Head | None
+# The forward's statistics that the backward reads; the head if it is gathered, once for both passes.
+_Kept = tuple[Statistics, Head | None]
 
 
 def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[Statistics, _Kept]:
@@ -56,32 +51,32 @@ def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple
         how = _handed_whole(how)
     if known is None:
         before_gradient = needs_grad.hidden or needs_grad.logit_scale
-        find = forward_statistics(how, call.names | saved, before_gradient=before_gradient)
-        found = find(operands.rows, head, NO_ARRAYS)[0]
+        names, gathered = call.names | saved, operands._replace(head=head)
+        found = forward_statistics(how, names, gathered, before_gradient=before_gradient)
     else:
         found = known.statistics
-    return only(found, call.names), _Kept(only(found, saved), whole)
+    return only(found, call.names), (only(found, saved), whole)
 
 
 @jax.named_scope("pallas_ce.recompute")
 def backward(call: Call, operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: Statistics) -> Arrays:
     """Gradients from the statistics' cotangents."""
-    how, head = call.how, operands.head
-    cotangents = {name: g for name, g in cotangents.items() if g is not None}
-    if how.shards is not None:
-        cotangents = {name: psum(g, how.shards.cotangents_by_row) for name, g in cotangents.items()}
+    how, head, (statistics, gathered) = call.how, operands.head, kept
+    over = () if how.shards is None else how.shards.cotangents_by_row
+    cotangents = {name: psum(g, over) for name, g in cotangents.items() if g is not None}
+    if head.weight is NO_WEIGHT:
+        return NO_ARRAYS._replace(hidden=materialized.row_gradient(how, operands, statistics, cotangents))
     given = NO_ARRAYS._replace(weight=operands.weight_sum)
     dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
     gradients = functools.partial(_gradients, needs_grad, dtype)
-    if kept.head is not None:
-        how, head = _handed_whole(how), kept.head
-    rows = operands.rows._replace(more=(kept.statistics, cotangents))
+    if gathered is not None:
+        how, head = _handed_whole(how), gathered
+    rows = operands.rows._replace(more=(statistics, cotangents))
     return finished(operands, *streamed(how, gradients)(rows, head, given))
 
 
 def _handed_whole(how: How) -> How:
-    assert how.shards is not None
-    return dataclasses.replace(how, shards=dataclasses.replace(how.shards, handed_whole=True))
+    return dataclasses.replace(how, shards=dataclasses.replace(present(how.shards), handed_whole=True))
 
 
 def _gradients(
@@ -126,7 +121,6 @@ def gradient_sums(
     blocks = counted.blocks(hidden.shape[0], plan.rows, skipped=plan.skips_rows)
     # The rows of a block that is the only one are gathered once, and not for each tile.
     only = products(blocks.block(0)) if alone else None
-    tile_shape = (plan.columns, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, plan.columns)
     scale = factor if head.logit_scale is None else factor * head.logit_scale
     # A tile of the weight's gradient is scattered over the devices in float32 and rounded at once. Where the parts that
     # the devices hold are not parts of a tile, all of it is kept in float32 and scattered at the end.
@@ -134,6 +128,8 @@ def gradient_sums(
     scattered = by_tile and bool(shards.gathered_width)
     directly = only is not None and not scattered
     in_place, needs = local.adds_in_place, needed_products(needs_grad, spec.rank)
+    shapes = (plan.columns, spec.hidden_size), (spec.weight_rows, spec.hidden_size // axis_size(shards.gathered_width))
+    tile_shape, own_shape = shapes if spec.vocab_axis == 0 else (shape[::-1] for shape in shapes)
 
     def sums_of(tile: Tile, carry: Arrays) -> Arrays:
         """Of a tile over all blocks; those by row by place: consecutive writes, put in place once at the end."""
@@ -165,10 +161,10 @@ def gradient_sums(
 
         return found.of(BY_COLUMN, lambda x, total: tile.put(total, x), carry)
 
-    weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
     # Every tile replaces its part; what no tile covers is padding.
     blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
-    of_weight = given.weight if in_place else blank(weight_shape, weight_dtype if by_tile else wide)
+    shape, dtype = (own_shape, weight_dtype) if by_tile else (head.weight.shape, wide)
+    of_weight = given.weight if in_place else blank(shape, dtype)
     init = head.row_sums(rows.batch, needs)._replace(weight=of_weight if needs.weight else None)
     init = head.with_column_sums(init, needs, spec.weight_rows)
     if init.hidden is not None:  # in the multiples of rows that kernels add to in place
@@ -177,7 +173,7 @@ def gradient_sums(
     if sums.hidden is not None:
         sums = sums._replace(hidden=sums.hidden[: hidden.shape[0]])
     whole = sums.weight is not None and sums.weight.shape == head.weight.shape
-    sums = without_padding(head, plan.vocab_size, sums, weight=whole and not in_place)
+    sums = head.without_padding(plan.vocab_size, sums, weight=whole and not in_place)
     sums = sums._replace(hidden=through_down(head, sums.hidden, sums.down))
     sums = sums.of(BY_ROW, lambda x: factor * counted.put_all(0, x)).of(BY_COLUMN, lambda x: factor * x)
     dtypes = hidden.dtype, weight_dtype
@@ -186,4 +182,4 @@ def gradient_sums(
 
 def finished(operands: Operands, d_hidden: jax.Array | None, of_head: Arrays) -> Arrays:
     """The gradients from what `gradient_sums` returns."""
-    return finish(operands, of_head._replace(weight=None))._replace(hidden=d_hidden, weight=of_head.weight)
+    return operands.finish(of_head._replace(weight=None))._replace(hidden=d_hidden, weight=of_head.weight)

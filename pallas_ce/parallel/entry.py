@@ -134,8 +134,7 @@ def _made_manual(
         for axis in automatic:
             if entries % math.prod(automatic[a] for a in (*axes, axis)) == 0:
                 axes = (*axes, axis)
-        over = shards.sums
-        over = over._replace(hidden=over.hidden + axes, logit_scale=over.logit_scale + axes, down=over.down + axes)
+        over = shards.sums.of(("hidden", "logit_scale", "down"), lambda before: before + axes)
         inner = dataclasses.replace(shards, vocabulary=shards.vocabulary + axes, sums=over)
 
         def places(head_arrays: Any, like: Head = head) -> Any:
@@ -166,7 +165,8 @@ def over_rows(operation: Operation) -> Operation:
 
     @batched.def_vmap
     def rule(size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
-        is_batched = jax.tree.unflatten(jax.tree.structure(arguments), jax.tree.leaves(in_batched))
+        (leaves, structure), flags = jax.tree.flatten(arguments), jax.tree.leaves(in_batched)
+        is_batched = jax.tree.unflatten(structure, flags)
         per_example = jax.eval_shape(
             operation,
             *jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[b:], x.dtype), arguments, is_batched),
@@ -174,8 +174,6 @@ def over_rows(operation: Operation) -> Operation:
         if size == 0:
             out = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), per_example)
         elif any(jax.tree.leaves(is_batched[1:])) or jax.tree.leaves(per_example[1]):
-            leaves, structure = jax.tree.flatten(arguments)
-            flags = jax.tree.leaves(in_batched)
 
             def one(given: list[jax.Array]) -> tuple[Any, Any]:
                 example = iter(given)
@@ -213,9 +211,8 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
         jaxpr, consts = whole.jaxpr, whole.consts
         rows, head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (rows, head))
         parted = None if whole_head else head
-        of_shared = [names for x in shared for names in _names_of_shared(x, parted is not None)]
-        in_names = _names("in", rows, parted, [*leaves, *consts], rows, (head, sums), of_shared)
-        out_names = _names("out", rows, parted, jax.tree.leaves(results), *results)
+        in_names = _names("in", rows, parted, rows, head, sums, *shared, consts)
+        out_names = _names("out", rows, parted, *results)
         of_rows = len(jax.tree.leaves(rows))
         gatherable = of_rows + len(jax.tree.leaves(head))
         of_sums = range(gatherable, gatherable + len(jax.tree.leaves(sums)))
@@ -270,18 +267,25 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
     return entered
 
 
-def _names(
-    prefix: str, rows: RowArrays, head: Head | None, leaves: list[Any], by_row: Any, of_head: Any, more: Any = ()
-) -> list[Names]:
-    """The dimensions of `leaves`: the ones of `by_row`, of `of_head`, `more`, then of whole arrays.
+def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list[Names]:
+    """The dimensions of the leaves of `parts`: arrays by row, the head's and sums for it, then what all rows share.
 
-    A dimension that stays whole gets a name of its own, since equal names would mean equal sizes.
+    A dimension that stays whole gets a name of its own, since equal names would mean equal sizes. The vocabulary of a
+    head that all rows share is split as the operation's own, its width is not.
     """
-    known = [row_names(rows)] * len(jax.tree.leaves(by_row))
-    known += [_names_of_head(path, head) for path, _ in jax.tree.leaves_with_path(of_head)]
-    known += [*more, *[()] * (len(leaves) - len(known) - len(more))]
     new = (f"{prefix}{i}" for i in itertools.count())
-    return [(*names, *itertools.islice(new, x.ndim - len(names))) for x, names in zip(leaves, known, strict=True)]
+    found = []
+    for place, part in enumerate(parts):
+        for path, x in jax.tree.leaves_with_path(part):
+            names: Names = ()
+            if place == 0:
+                names = row_names(rows)
+            elif place <= 2:
+                names = _names_of_head(path, head)
+            elif head is not None and isinstance(part, Head):
+                names = tuple("other_width" if name == "width" else name for name in _names_of_head(path, part))
+            found.append((*names, *itertools.islice(new, x.ndim - len(names))))
+    return found
 
 
 def _names_of_head(path: Any, head: Head | None) -> Names:
@@ -289,14 +293,6 @@ def _names_of_head(path: Any, head: Head | None) -> Names:
     entries: Names = () if head is None else ("vocabulary",)
     names = {"weight": weight_names(head), "bias": entries, "up": entries}
     return names.get(path[-1].name, ())
-
-
-def _names_of_shared(x: Any, parted: bool) -> list[Names]:
-    """Of what all rows share: a head's vocabulary is split as the operation's own, its width is not."""
-    if not (parted and isinstance(x, Head)):
-        return [()] * len(jax.tree.leaves(x))
-    of_head = (_names_of_head(path, x) for path, _ in jax.tree.leaves_with_path(x))
-    return [tuple("other_width" if name == "width" else name for name in names) for names in of_head]
 
 
 def replicated(x: jax.Array) -> jax.Array:
@@ -322,10 +318,5 @@ def _replicated(x: jax.Array) -> jax.Array:
 
 _replicated.def_vmap(lambda size, batched, x: (_replicated(x), batched[0]))
 
-
-@jax.custom_vjp
-def _with_replicated_gradient(x: jax.Array) -> jax.Array:
-    return _replicated(x)
-
-
+_with_replicated_gradient = jax.custom_vjp(_replicated)
 _with_replicated_gradient.defvjp(lambda x: (_replicated(x), None), lambda _, gradient: (_replicated(gradient),))

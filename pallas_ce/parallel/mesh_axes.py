@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from pallas_ce.parallel.shards import NO_AXES, Axes, Shards, lay_out
+from pallas_ce.parallel.shards import NO_AXES, Axes, Shards, lay_out, without
 from pallas_ce.streaming.gradient_products import PerInput
 from pallas_ce.streaming.loops import varying
 
@@ -119,12 +119,8 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     # shard_map's own differentiation divides the cotangent of an output by the number of devices that hold a copy, and
     # adds up the cotangents of inputs over those that do.
     copies = vocabulary + width
-    return dataclasses.replace(
-        shards,
-        sums=NO_AXES,
-        cotangents_by_row=tuple(axis for axis in copies if axis not in rows),
-        cotangents_of_total=copies,
-    )
+    by_row = without(copies, rows)
+    return dataclasses.replace(shards, sums=NO_AXES, cotangents_by_row=by_row, cotangents_of_total=copies)
 
 
 def check_split(problem: Any) -> str | None:

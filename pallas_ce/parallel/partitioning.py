@@ -43,14 +43,11 @@ def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | N
     def over_rows(*more: str) -> Axes:
         return tuple(axis for name in (*names, *more) for axis in axes.get(name, ()))
 
-    def bytes_of_hidden() -> int:
-        """A device's."""
-        return hidden.size * hidden.dtype.itemsize // _devices(mesh, over_rows())
-
-    def bytes_of_weight() -> int:
-        """Of a device's part, once its width is gathered."""
-        assert head is not None
-        return head.weight.size * head.spec.dtype.itemsize // _devices(mesh, axes["vocabulary"])
+    def of_a_device() -> tuple[int, int]:
+        """Bytes of its hidden states and, once the width is gathered, of its part of the weight."""
+        weight = 0 if head is None else head.weight.size * head.spec.dtype.itemsize
+        over_vocabulary = _devices(mesh, axes.get("vocabulary", ()))
+        return hidden.size * hidden.dtype.itemsize // _devices(mesh, over_rows()), weight // over_vocabulary
 
     def divided(name: str, axis: str) -> bool:
         """Whether the axis can split a dimension further, which it then does."""
@@ -61,12 +58,12 @@ def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | N
     for name, axis in _splits(mesh, names, by_row[0]):
         if axis not in over_rows():
             divided(name, axis)
-    of_weight = []
+    splits_of_weight = []
     if head is not None:
-        of_weight = _splits(mesh, weight_names(head), given[1].weight)
+        splits_of_weight = _splits(mesh, weight_names(head), given[1].weight)
         sizes |= dict(zip(weight_names(head), head.weight.shape, strict=True))
         axes |= dict.fromkeys(weight_names(head), ())
-        for name, axis in of_weight:
+        for name, axis in splits_of_weight:
             if name == "vocabulary":
                 divided(name, axis)
     for spec in by_row[1:]:
@@ -76,31 +73,23 @@ def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | N
     for axis in dict.fromkeys(axis for spec in jax.tree.leaves(given) for axis in _axes(mesh, spec)):
         if axis in over_rows("vocabulary"):
             continue
-        choices = names
-        if head is not None:
-            choices = (*names, "vocabulary") if bytes_of_weight() < bytes_of_hidden() else ("vocabulary", *names)
+        of_hidden, of_weight = of_a_device()
+        choices = names if head is None else (*names, "vocabulary") if of_weight < of_hidden else ("vocabulary", *names)
         any(divided(name, axis) for name in choices)
-    if head is None:
-        return axes, lay_out(over_rows(), (), (), 0, 0)
-    for name, axis in of_weight:
+    for name, axis in splits_of_weight:
         if name == "width" and axis in over_rows():
             divided(name, axis)
-    return axes, lay_out(over_rows(), axes["vocabulary"], axes["width"], bytes_of_hidden(), bytes_of_weight())
+    return axes, lay_out(over_rows(), axes.get("vocabulary", ()), axes.get("width", ()), *of_a_device())
 
 
 class Apart(NamedTuple):
-    """Axes over which arrays come in parts of their width that are worked on otherwise.
+    """Axes over which arrays come in parts of their width that are worked on otherwise."""
 
-    Attributes:
-        hidden: the hidden states', which split the rows; parts are exchanged for parts of the rows. XLA itself would
-            gather the hidden states first, and warn of it.
-        dimension: the rows' dimension that these split.
-        weight: the weight's, which split nothing; it is gathered, once in each pass. XLA itself would keep it between.
-    """
-
+    # The hidden states', which split the rows; parts are exchanged for parts of the rows. XLA itself would gather the
+    # hidden states first, and warn of it.
     hidden: Axes = ()
-    dimension: int = 0
-    weight: Axes = ()
+    dimension: int = 0  # the rows' dimension that these split
+    weight: Axes = ()  # which split nothing; it is gathered, once in each pass. XLA itself would keep it between
 
     def joined(self, rows: RowArrays, head: Head | None) -> tuple[RowArrays, Head | None]:
         """Rows and head as they are worked on, from what comes in."""
@@ -129,25 +118,15 @@ def apart_over_width(mesh: Mesh, given: Any, rows: RowArrays, head: Head | None,
 
 
 class Share(NamedTuple):
-    """One device's share of a call on a mesh.
+    """One device's share of a call on a mesh."""
 
-    Attributes:
-        tokens: rows it works on, gathered ones included.
-        spec: the head it works on.
-        hidden: into how many parts the hidden states are split.
-        weight: into how many the weight is.
-        gathered_bytes: a gathered or exchanged weight.
-        padded: whether the vocabulary is split and padded, so that parts may hold padding.
-        words: which parallelism it is; "" where neither is split.
-    """
-
-    tokens: int
-    spec: HeadSpec
-    hidden: int = 1
-    weight: int = 1
-    gathered_bytes: int = 0
-    padded: bool = False
-    words: str = ""
+    tokens: int  # rows it works on, gathered ones included
+    spec: HeadSpec  # the head it works on
+    hidden: int = 1  # into how many parts the hidden states are split
+    weight: int = 1  # into how many the weight is
+    gathered_bytes: int = 0  # a gathered or exchanged weight
+    padded: bool = False  # whether the vocabulary is split and padded, so that parts may hold padding
+    words: str = ""  # which parallelism it is; "" where neither is split
 
 
 def share(hidden: Any, weight: Any, labels: Any | None, spec: HeadSpec) -> Share:
@@ -163,8 +142,7 @@ def share(hidden: Any, weight: Any, labels: Any | None, spec: HeadSpec) -> Share
 
     over_vocabulary, of_weight = _devices(mesh, shards.vocabulary), _splits(mesh, weight_names(head), given[1].weight)
     columns = spec.weight_rows // over_vocabulary
-    alone = tuple(axis for axis in shards.rows if axis not in shards.common)
-    tensor = tuple(axis for axis in shards.vocabulary if axis not in shards.sequence)
+    alone, tensor = without(shards.rows, shards.common), without(shards.vocabulary, shards.sequence)
     exchanged = tuple(axis for name, axis in of_weight if name == "width" and axis in axes["vocabulary"])
     whole = tuple(axis for _, axis in of_weight if axis not in axes["vocabulary"] + axes["width"])
     words = [
@@ -176,7 +154,7 @@ def share(hidden: Any, weight: Any, labels: Any | None, spec: HeadSpec) -> Share
         (whole, "weight gathered over {}, which do not divide it evenly, or divide neither rows nor vocabulary"),
     ]
     return Share(
-        tokens // _devices(mesh, tuple(axis for axis in shards.rows if axis not in shards.sequence)),
+        tokens // _devices(mesh, without(shards.rows, shards.sequence)),
         dataclasses.replace(spec, weight_rows=columns, vocab_size=min(spec.vocab_size, columns)),
         _devices(mesh, shards.rows),
         _devices(mesh, axes["vocabulary"] + axes["width"]),
@@ -241,14 +219,10 @@ def known_device(arrays: Any) -> Iterator[AbstractDevice | None]:
 
     Inside, JAX's ambient mesh names it too, which is where rules and tables that depend on the device look.
     """
-    if device := jax.sharding.get_abstract_mesh().abstract_device:
-        yield device
-        return
-    device = next(filter(None, map(_device, jax.tree.leaves(arrays))), None)
-    if device is None:
-        yield None
-        return
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+    ambient = jax.sharding.get_abstract_mesh().abstract_device
+    device = ambient or next(filter(None, map(_device, jax.tree.leaves(arrays))), None)
+    known = AbstractMesh((), (), (), abstract_device=device)
+    with contextlib.nullcontext() if ambient or not device else jax.sharding.use_abstract_mesh(known):
         yield device
 
 

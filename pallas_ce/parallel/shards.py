@@ -15,7 +15,6 @@ devices is here, as methods that do nothing where nothing is split:
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.labels import NO_TARGET
@@ -47,31 +47,18 @@ class RowArrays(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Static. Every field names mesh axes, major to minor; one array's dimensions have disjoint axes.
+    """Static. Every field names mesh axes, major to minor; one array's dimensions have disjoint axes."""
 
-    Attributes:
-        rows: the rows are split over these.
-        vocabulary: the weight's vocabulary is split over these, and so is the work.
-        sequence: the axes of `vocabulary` that split the rows too; the rows are gathered over them.
-        gathered_vocabulary: the vocabulary is split over these in memory only; the weight is gathered over them.
-        gathered_width: H is split over these in memory only; they split the rows too.
-        sums: over which axes each input's gradient is added up and left whole.
-        cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
-        cotangents_of_total: over which axes the cotangent of a loss summed over rows is.
-        typed: whether JAX tracks over which axes each value varies (`check_vma=True`).
-        handed_whole: whether weight, bias and a low-rank term's `up` come in gathered already.
-    """
-
-    rows: Axes = ()
-    vocabulary: Axes = ()
-    sequence: Axes = ()
-    gathered_vocabulary: Axes = ()
-    gathered_width: Axes = ()
-    sums: PerInput[Axes] = NO_AXES
-    cotangents_by_row: Axes = ()
-    cotangents_of_total: Axes = ()
-    typed: bool = False
-    handed_whole: bool = False
+    rows: Axes = ()  # the rows are split over these
+    vocabulary: Axes = ()  # the weight's vocabulary is split over these, and so is the work
+    sequence: Axes = ()  # the axes of `vocabulary` that split the rows too; the rows are gathered over them
+    gathered_vocabulary: Axes = ()  # the vocabulary is split over these in memory only; the weight is gathered
+    gathered_width: Axes = ()  # H is split over these in memory only; they split the rows too
+    sums: PerInput[Axes] = NO_AXES  # over which axes each input's gradient is added up and left whole
+    cotangents_by_row: Axes = ()  # over which axes a statistic's cotangent is added up before it is used
+    cotangents_of_total: Axes = ()  # over which axes the cotangent of a loss summed over rows is
+    typed: bool = False  # whether JAX tracks over which axes each value varies (`check_vma=True`)
+    handed_whole: bool = False  # whether weight, bias and a low-rank term's `up` come in gathered already
 
     @property
     def gathered(self) -> Axes:
@@ -111,8 +98,7 @@ class Shards:
 
     def own_columns(self, head: Head) -> Head:
         """The columns that this device streams, gathered."""
-        head = self.gather(head)
-        spec = head.spec
+        head, spec = self.gather(head), head.spec
         if not self.vocabulary:
             return head
         size = head.weight.shape[spec.vocab_axis]
@@ -141,16 +127,12 @@ class Shards:
         """
         if not self.vocabulary:
             return partial
-        own, added = partial._replace(target_logit=None, argmax=None), partial.target_logit
-        each, added = self.of_each(own, added)
+        each, added = self.of_each(partial._replace(target_logit=None, argmax=None), partial.target_logit)
         whole = merge(*each)
         if partial.argmax is not None:
             # Ties: the lowest id. Columns are counted from 0 again on the way out.
-            mine = jnp.where(
-                as_large(present(partial.max), present(whole.max)),
-                partial.argmax + self._start(local),
-                np.iinfo(np.int32).max,
-            )
+            largest = as_large(present(partial.max), present(whole.max))
+            mine = jnp.where(largest, partial.argmax + self._start(local), np.iinfo(np.int32).max)
             whole = whole._replace(argmax=lax.pmin(mine, self.vocabulary))
         return whole._replace(target_logit=added)
 
@@ -165,12 +147,9 @@ class Shards:
         devices = jnp.arange(axis_size(self.vocabulary))
         here = devices == lax.axis_index(self.vocabulary)
         table = jax.tree.map(lambda x: jnp.where(here[:, None], x, 0), own)
-        leaves, structure = jax.tree.flatten((table, added))
-        if leaves:  # as one array: one collective
-            total = lax.psum(jnp.concatenate([x.reshape(-1) for x in leaves]), self.vocabulary)
-            ends = list(itertools.accumulate(x.size for x in leaves))
-            leaves = [part.reshape(x.shape) for part, x in zip(jnp.split(total, ends[:-1]), leaves, strict=True)]
-        table, added = jax.tree.unflatten(structure, leaves)
+        if jax.tree.leaves((table, added)):  # as one array: one collective
+            flat, in_parts = ravel_pytree((table, added))
+            table, added = in_parts(lax.psum(flat, self.vocabulary))
         return [jax.tree.map(operator.itemgetter(i), table) for i in range(len(devices))], added
 
     def own_rows[Tree](self, rows: Tree) -> Tree:
@@ -195,11 +174,6 @@ class Shards:
     def sum_entries(self, partial: jax.Array, axes: Axes) -> jax.Array:
         """The part that this device holds of a gradient `[V', ...]` that all rows have a share in, over `axes`."""
         return _scatter(psum(partial, axes), self.gathered_vocabulary, 0)
-
-    def own_shape(self, shape: tuple[int, ...], vocab_axis: int) -> tuple[int, ...]:
-        """The shape of `scatter_weight`'s result for a weight gradient of `shape` whose vocabulary is not gathered."""
-        width = shape[1 - vocab_axis] // axis_size(self.gathered_width)
-        return (shape[0], width) if vocab_axis == 0 else (width, shape[1])
 
     def total(self, rows: jax.Array) -> jax.Array:
         """The sum over the devices that share a weight of what each has of its own rows."""

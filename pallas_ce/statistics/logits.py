@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.streaming.rows import present as present
+
 
 @dataclasses.dataclass
 class LogitsTile:
@@ -95,12 +97,6 @@ def places_in_tile(labels: jax.Array, columns: jax.Array, valid: jax.Array | Non
     place = jnp.clip(offset, 0, last)
     inside = (offset >= 0) & (offset <= last)
     return place, inside if valid is None else inside & valid[place]
-
-
-def present[T](x: T | None) -> T:
-    """`x`, which is not None."""
-    assert x is not None
-    return x
 
 
 class Row(NamedTuple):

@@ -17,7 +17,7 @@ from pallas_ce.statistics.logits import LogitsTile, present, reference_of
 from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, Field, Values, larger
 from pallas_ce.statistics.table import Partial as Partial
 from pallas_ce.statistics.table import RowStatistics as RowStatistics
-from pallas_ce.statistics.table import spread as spread
+from pallas_ce.streaming.rows import spread as spread
 
 STATISTICS = RowStatistics._fields
 

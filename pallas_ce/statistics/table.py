@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.statistics.logits import LogitsTile, Row, present, product, reference_of
+from pallas_ce.streaming.rows import spread
 
 
 class RowStatistics(NamedTuple):
@@ -277,11 +278,6 @@ PRIMITIVES: dict[str, Statistic] = {
         },
     ),
 }
-
-
-def spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x [...]` with axes of 1 behind, so that it broadcasts with `like [..., *K]`."""
-    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
 
 
 # Statistics that are the first primitive one less the second; backends never see their names.

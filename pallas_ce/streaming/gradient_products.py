@@ -49,7 +49,6 @@ class PerInput[T](NamedTuple):
 # Sums with an entry for each row, and for each column of the vocabulary, the weight's apart.
 BY_ROW, BY_COLUMN = ("hidden", "down"), ("bias", "up")
 
-
 # Gradients, or products of dlogits.
 Arrays = PerInput[jax.Array | None]
 
@@ -72,21 +71,13 @@ def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:
 
 
 class WeightGradient(NamedTuple):
-    """Where a share of the weight's gradient goes; a mode makes it for each share.
+    """Where a share of the weight's gradient goes; a mode makes it for each share."""
 
-    Attributes:
-        array: the whole gradient or a sum for it; or a sum in the accumulator dtype for one tile.
-        adds: whether the share is added to the contents, else it replaces them; may be an array `[]`.
-        scale: `[]`, which the share is multiplied by; None: 1.
-        tile: the columns of the share, where `array` has others too; else None.
-        bits: where `array` is a bfloat16 sum until all blocks are added, what it lacks; see `Backend.weight_bits`.
-    """
-
-    array: jax.Array
-    adds: jax.Array | bool = True
-    scale: jax.Array | None = None
-    tile: Tile | None = None
-    bits: jax.Array | None = None
+    array: jax.Array  # the whole gradient or a sum for it; or a sum in the accumulator dtype for one tile
+    adds: jax.Array | bool = True  # whether the share is added to the contents, else it replaces them; may be traced
+    scale: jax.Array | None = None  # `[]`, which the share is multiplied by; None: 1
+    tile: Tile | None = None  # the columns of the share, where `array` has others too
+    bits: jax.Array | None = None  # what `array`, if a bfloat16 sum of several blocks, lacks; see `Backend.weight_bits`
 
     def with_share(self, product: jax.Array, vocab_axis: int) -> jax.Array:
         """`array` with a share in the weight tile's layout; what has no `tile` is added to."""

@@ -26,11 +26,6 @@ def chosen_by_device(predicate: jax.Array) -> jax.Array:
     return predicate
 
 
-def device_cond[Result](predicate: jax.Array, if_true: Callable[[], Result], if_false: Callable[[], Result]) -> Result:
-    """`lax.cond` with a predicate that is `chosen_by_device`."""
-    return lax.cond(chosen_by_device(predicate), if_true, if_false)
-
-
 def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """`lax.fori_loop`, whose carry varies from the start over the mesh axes that the body makes it vary over."""
     while jax.sharding.get_abstract_mesh().manual_axes:

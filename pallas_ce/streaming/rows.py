@@ -1,7 +1,7 @@
 """Which rows count: how they are visited block by block, and the values of rows that do not count."""
 
-import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,17 @@ _PART_ROWS = 32
 _FEW_IGNORED = 16
 
 
+def present[T](x: T | None) -> T:
+    """`x`, which is not None."""
+    assert x is not None
+    return x
+
+
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x [...]` with axes of 1 behind, so that it broadcasts with `like [..., *K]`."""
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
 def flat_rows[Tree](leading: tuple[int, ...], tree: Tree) -> Tree:
     """`[N, ...]` leaves from `[*leading, ...]` ones."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), tree)
@@ -28,7 +39,7 @@ def zeroed[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
     """`[N, ...]` leaves with 0 in rows where `mask [N]` is False."""
     if mask is None:
         return tree
-    return jax.tree.map(lambda x: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype)), tree)
+    return jax.tree.map(lambda x: jnp.where(spread(mask, x), x, jnp.zeros((), x.dtype)), tree)
 
 
 def with_placeholder_rows[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
@@ -42,7 +53,7 @@ def with_placeholder_rows[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
     is_first = jnp.arange(mask.size) == jnp.argmax(mask)
 
     def filled(x: jax.Array) -> jax.Array:
-        counts, chosen = (flags.reshape(-1, *[1] * (x.ndim - 1)) for flags in (mask, is_first))
+        counts, chosen = (spread(flags, x) for flags in (mask, is_first))
         # A sum over one row, not an index: an index would have all of a split array gathered.
         value = jnp.sum(jnp.where(chosen, x, 0), axis=0, dtype=x.dtype)
         return jnp.where(counts, x, lax.stop_gradient(value))
@@ -66,34 +77,25 @@ def few_ignored(counted: jax.Array, rows: int) -> jax.Array:
     return rows - counted <= rows // _FEW_IGNORED
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Which of N rows count, and the places at which they are visited: the rule for masked rows.
 
     Where few are ignored every row keeps its place, and those that do not count are replaced by one that does. Else
     those that count are packed into the first places, and the others are not visited. The device decides; either way
-    no ignored row is read, and the places that hold a row come first.
-
-    Attributes:
-        order: `[N]` int32, the row at each place; None where all rows count.
-        filled: `[]` int32, how many places, the first ones, hold a row; None where all do.
-        valid: `[N]` bool, which places hold a row that counts; None where all do.
-        mask: `[N]` bool, which rows count; None where all do.
-        place: `[N]` int32, the place of each row that counts; None where all count.
+    no ignored row is read, and the places that hold a row come first. Where all rows count there are no arrays.
     """
 
-    order: jax.Array | None
-    filled: jax.Array | None
-    valid: jax.Array | None
-    mask: jax.Array | None
-    place: jax.Array | None = None
+    order: jax.Array | None = None  # `[N]` int32, the row at each place
+    filled: jax.Array | None = None  # `[]` int32, how many places, the first ones, hold a row
+    valid: jax.Array | None = None  # `[N]` bool, which places hold a row that counts
+    mask: jax.Array | None = None  # `[N]` bool, which rows count
+    place: jax.Array | None = None  # `[N]` int32, the place of each row that counts
 
     @classmethod
     def counted(cls, mask: jax.Array | None) -> "Rows":
         """From a mask `[N]`; None means that all rows count."""
         if mask is None or mask.shape[0] == 0:
-            return cls(None, None, None, None)
+            return cls()
         n = mask.shape[0]
         ids = jnp.arange(n, dtype=jnp.int32)
         # How many count up to each. Behind a barrier: XLA would compute it for every number of a row that is read.
@@ -110,21 +112,15 @@ class Rows:
             last = jnp.max(jnp.where(mask, ids, 0))
             target = jnp.where(mask, place, n + ids)
             order = jnp.full(n, last).at[target].set(ids, mode="drop", unique_indices=True)
-        return cls(
-            order=lax.optimization_barrier(order),
-            filled=jnp.where(stays, n, counted),
-            valid=jnp.where(stays, mask, ids < counted),
-            mask=mask,
-            place=place,
-        )
+        order, filled = lax.optimization_barrier(order), jnp.where(stays, n, counted)
+        return cls(order, filled, jnp.where(stays, mask, ids < counted), mask, place)
 
     def put_all(self, buffer: jax.Array | float, visited: jax.Array) -> jax.Array:
         """`visited [N, ...]`, written by place, as values by row; rows that do not count have `buffer`'s."""
         if self.mask is None:
             return visited
-        assert self.place is not None
-        by_row = visited.at[self.place].get(mode="promise_in_bounds")
-        return jnp.where(self.mask.reshape(-1, *[1] * (visited.ndim - 1)), by_row, buffer)
+        by_row = visited.at[present(self.place)].get(mode="promise_in_bounds")
+        return jnp.where(spread(self.mask, visited), by_row, buffer)
 
     def blocks(self, total: int, size: int, *, skipped: bool = False) -> "RowBlocks":
         """The places of `total` rows, in blocks of `size`; see `RowBlocks.skipped`."""
@@ -150,19 +146,13 @@ def _prefix_sum(x: jax.Array) -> jax.Array:
     return (within + (_prefix_sum(totals) - totals)[:, None]).reshape(-1)[:n]
 
 
-@dataclasses.dataclass(frozen=True)
-class RowBlocks:
-    """The places of rows in blocks.
-
-    Attributes:
-        rows: which count.
-        tiles: the blocks.
-        skipped: whether the work on a block skips the places behind its `filled` ones by itself. Then every block is
-            visited, and the device need not tell the host how many hold a row. A single block is always visited.
-    """
+class RowBlocks(NamedTuple):
+    """The places of rows in blocks."""
 
     rows: Rows
-    tiles: Tiles
+    tiles: Tiles  # the blocks
+    # Whether the work on a block skips the places behind its `filled` ones by itself. Then every block is visited, and
+    # the device need not tell the host how many hold a row. A single block is always visited.
     skipped: bool
 
     @property
@@ -181,8 +171,7 @@ class RowBlocks:
             return body(self.block(0), init)
         trips: jax.Array | int = self.tiles.count
         if not self.all_visited:
-            assert self.rows.filled is not None
-            trips = -(-self.rows.filled // self.tiles.size)
+            trips = -(-present(self.rows.filled) // self.tiles.size)
 
         def step(index: jax.Array | int, carry: Carry) -> Carry:
             return body(self.block(index), carry)
@@ -199,57 +188,44 @@ class RowBlocks:
         """The block of that index; the index may be traced."""
         tile = self.tiles.tile(index)
         if self.rows.order is None:
-            return RowBlock(index, tile, None, tile.valid, None, count=self.tiles.count)
-        assert self.rows.filled is not None
-        assert self.rows.valid is not None
+            return RowBlock(index, tile, None, tile.valid, blocks=self.tiles.count)
+        filled, row_valid = present(self.rows.filled), present(self.rows.valid)
         if self.all_visited:
             # Places with a row come first, so the last block need not start early: it runs over, and repeats a row.
             places = jnp.int32(index) * tile.size + jnp.arange(tile.size, dtype=jnp.int32)
             ids, valid = (
                 x.at[jnp.minimum(places, self.tiles.total - 1)].get(mode="promise_in_bounds")
-                for x in (self.rows.order, self.rows.valid)
+                for x in (self.rows.order, row_valid)
             )
-            filled = jnp.clip(self.rows.filled - places[0], 0, tile.size)
+            filled = jnp.clip(filled - places[0], 0, tile.size)
             only = self.rows if self.tiles.count == 1 else None
             return RowBlock(index, tile, ids, valid & (places < self.tiles.total), filled, only, self.tiles.count)
-        valid = tile.take(self.rows.valid)
+        valid = tile.take(row_valid)
         valid = valid if tile.valid is None else valid & tile.valid
-        return RowBlock(index, tile, tile.take(self.rows.order), valid, None)
+        return RowBlock(index, tile, tile.take(self.rows.order), valid)
 
 
-@dataclasses.dataclass(frozen=True)
-class RowBlock:
-    """One block of places: `take` reads the values of their rows, `put` writes results back for those that count.
+class RowBlock(NamedTuple):
+    """One block of places: `take` reads the values of their rows, `put` writes results back for those that count."""
 
-    Attributes:
-        number: which block this is; a Python number where there is only one.
-        tile: where it lies among the places.
-        index: `[size]` row ids; None for consecutive rows.
-        valid: `[size]` bool, which of its places hold a row that counts; None: all.
-        filled: `[]` int32, how many hold a row, the first ones; None where that does not matter.
-        only: the rows, where this is their only block; else None.
-        count: how many blocks are visited; None where only the device knows.
-    """
-
-    number: jax.Array | int
-    tile: Tile
-    index: jax.Array | None
-    valid: jax.Array | None
-    filled: jax.Array | None
-    only: Rows | None = None
-    count: int | None = None
+    number: jax.Array | int  # which block this is; a Python number where there is only one
+    tile: Tile  # where it lies among the places
+    ids: jax.Array | None  # `[size]`, the rows'; None for consecutive rows
+    valid: jax.Array | None  # `[size]` bool, which of its places hold a row that counts; None: all
+    filled: jax.Array | None = None  # `[]` int32, how many hold a row, the first ones; None where it does not matter
+    only: Rows | None = None  # the rows, where this is their only block
+    blocks: int | None = None  # how many are visited; None where only the device knows
 
     @property
     def last(self) -> jax.Array:
         """`[]` bool: whether no block is visited after it."""
-        assert self.count is not None
-        return jnp.asarray(self.number) == self.count - 1
+        return jnp.asarray(self.number) == present(self.blocks) - 1
 
     def take(self, x: jax.Array) -> jax.Array:
         """The block's rows `[size, ...]` of `x [N, ...]`; places that are not valid repeat a row that counts."""
-        if self.index is None:
+        if self.ids is None:
             return self.tile.take(x)
-        taken = x.at[self.index].get(mode="promise_in_bounds")
+        taken = x.at[self.ids].get(mode="promise_in_bounds")
         # A block that is visited although it holds no row has none to repeat, and must not read an ignored one.
         return taken if self.filled is None else jnp.where(self.filled > 0, taken, jnp.zeros((), x.dtype))
 
@@ -262,17 +238,18 @@ class RowBlock:
         values = values.astype(buffer.dtype)
         if self.only is not None:  # to read each row's value is cheaper than to write it where it belongs
             return self.only.put_all(buffer, values)
-        if self.index is not None:
-            assert self.valid is not None
+        if self.ids is not None:
             # Dropped rows have places of their own, too: where an entry might be written twice, XLA writes atomically,
             # or sorts all entries first where it is to be deterministic.
             outside = buffer.shape[0] + jnp.arange(self.tile.size, dtype=jnp.int32)
-            index = jnp.where(self.valid, self.index, outside)
+            index = jnp.where(present(self.valid), self.ids, outside)
             return buffer.at[index].set(values, mode="drop", unique_indices=True)
         return self.tile.put(buffer, self.select(values, self.tile.take(buffer)))
 
+    def put_each(self, buffers: dict[str, jax.Array], values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """`put` for each of `buffers`."""
+        return {name: self.put(buffer, values[name]) for name, buffer in buffers.items()}
+
     def select(self, values: jax.Array, otherwise: jax.Array | float) -> jax.Array:
         """`values [size, ...]` where valid, else `otherwise`."""
-        if self.valid is None:
-            return values
-        return jnp.where(self.valid.reshape(-1, *[1] * (values.ndim - 1)), values, otherwise)
+        return values if self.valid is None else jnp.where(spread(self.valid, values), values, otherwise)

@@ -47,19 +47,13 @@ def shrink(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Columns in tiles of one size.
-
-    Attributes:
-        total: the columns.
-        size: the columns of a tile.
-        limit: `[]`; columns from there on are valid in no tile. None: all are.
-        last_apart: whether a last tile that starts early is worked on outside of the loop over the others. XLA has a
-            GPU's products read and write slices in place where these are evenly spaced; else it copies them.
-    """
+    """Columns in tiles of one size."""
 
     total: int
     size: int
-    limit: jax.Array | None = None
+    limit: jax.Array | None = None  # `[]`; columns from there on are valid in no tile; None: all are
+    # Whether a last tile that starts early is worked on outside of the loop over the others. XLA has a GPU's products
+    # read and write slices in place where these are evenly spaced; else it copies them.
     last_apart: bool = False
 
     def __post_init__(self) -> None:
@@ -110,9 +104,9 @@ class Tiles:
             return merge(done, part(self.tile(i)))
 
         if neutral is not None and self._looped > 1:
-            done = self._loop(0, self._looped, joined, neutral(jax.eval_shape(lambda: part(self.tile(0)))))
+            done = self._loop(0, joined, neutral(jax.eval_shape(lambda: part(self.tile(0)))))
         else:
-            done = self._loop(1, self._looped, joined, part(self.tile(0)))
+            done = self._loop(1, joined, part(self.tile(0)))
         return _behind(joined, self.count - 1, done) if self._looped < self.count else done
 
     def for_each[Carry](self, body: Callable[["Tile", Carry], Carry], init: Carry) -> Carry:
@@ -122,14 +116,12 @@ class Tiles:
         """
         if self._looped < self.count:
             init = body(self.tile(self.count - 1), init)
-        return self._loop(0, self._looped, lambda i, carry: body(self.tile(self._looped - 1 - i), carry), init)
+        return self._loop(0, lambda i, carry: body(self.tile(self._looped - 1 - i), carry), init)
 
-    def _loop[Carry](
-        self, start: int, stop: int, body: Callable[[jax.Array | int, Carry], Carry], init: Carry
-    ) -> Carry:
+    def _loop[Carry](self, start: int, body: Callable[[jax.Array | int, Carry], Carry], init: Carry) -> Carry:
         """A loop, or what XLA would make of one with a single trip."""
-        alone = self.last_apart and stop - start == 1
-        return _behind(body, start, init) if alone else fori_loop(start, stop, body, init)
+        alone = self.last_apart and self._looped - start == 1
+        return _behind(body, start, init) if alone else fori_loop(start, self._looped, body, init)
 
 
 def _behind[Carry](body: Callable[[jax.Array | int, Carry], Carry], index: int, carry: Carry) -> Carry:
@@ -139,35 +131,22 @@ def _behind[Carry](body: Callable[[jax.Array | int, Carry], Carry], index: int, 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Neighbouring columns: a tile, which may start early, or a part, which may run over the end.
+    """Neighbouring columns: a tile, which may start early, or a part, which may run over the end."""
 
-    Attributes:
-        start: `[]`, the first.
-        size: how many.
-        first: `[]`, the first that counts; None: `start`.
-        count: `[]`, how many there are before the end; None: all.
-    """
-
-    start: jax.Array | int
-    size: int
-    first: jax.Array | None = None
-    count: jax.Array | int | None = None
+    start: jax.Array | int  # `[]`, the first
+    size: int  # how many
+    first: jax.Array | None = None  # `[]`, the first that counts; None: `start`
+    count: jax.Array | int | None = None  # `[]`, how many there are before the end; None: all
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile(Columns):
-    """One tile; `first` is the first column that no tile before has, None where it has all by itself.
-
-    Attributes:
-        columns: their ids `[size]`.
-        valid: `[size]`, which of them are its own and below the limit; None: all.
-        number: which tile it is.
-    """
+    """One tile; `first` is the first column that no tile before has, None where it has all by itself."""
 
     _: dataclasses.KW_ONLY
-    columns: jax.Array
-    valid: jax.Array | None
-    number: jax.Array | int
+    columns: jax.Array  # their ids `[size]`
+    valid: jax.Array | None  # `[size]`, which of them are its own and below the limit; None: all
+    number: jax.Array | int  # which tile it is
 
     def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """The tile's part of `x` along `axis`, columns that are not valid included."""

@@ -16,7 +16,7 @@ from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.backends.triton import binding, configs, launch, part_products
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
-from pallas_ce.streaming.loops import device_cond
+from pallas_ce.streaming.loops import chosen_by_device
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Columns, Tiles, pad
 
@@ -66,7 +66,8 @@ class TritonBlock(KernelBlock):
         if isinstance(adds, bool):
             return total._replace(array=added() if adds else product(whole.dtype).astype(whole.dtype))
         # XLA lets both branches write where the total lies.
-        return total._replace(array=device_cond(adds, added, lambda: product().astype(whole.dtype)))
+        found = jax.lax.cond(chosen_by_device(adds), added, lambda: product().astype(whole.dtype))
+        return total._replace(array=found)
 
     def step(self, gradient: Gradient, exact: entries.Entries, plan: Plan, block: RowBlock) -> TileStep:
         """In place where a kernel can, else by slices."""
