@@ -226,17 +226,15 @@ class Head:
         """Zeros for the products by row that are needed."""
         wide = self.spec.accumulator
         hidden = jnp.zeros(batch.hidden.shape, wide) if needs.hidden else None
-        return NO_ARRAYS._replace(
-            hidden=hidden, down=jnp.zeros((*batch.leading, self.spec.rank), wide) if needs.down else None
-        )
+        down = jnp.zeros((*batch.leading, self.spec.rank), wide) if needs.down else None
+        return NO_ARRAYS._replace(hidden=hidden, down=down)
 
     def with_column_sums(self, sums: Arrays, needs: PerInput[bool], columns: int) -> Arrays:
         """`sums` with zeros for the products by column that are needed."""
         wide = self.spec.accumulator
-        return sums._replace(
-            bias=jnp.zeros(columns, wide) if needs.bias else None,
-            up=jnp.zeros((columns, self.spec.rank), wide) if needs.up else None,
-        )
+        bias = jnp.zeros(columns, wide) if needs.bias else None
+        up = jnp.zeros((columns, self.spec.rank), wide) if needs.up else None
+        return sums._replace(bias=bias, up=up)
 
     def without_padding(self, columns: int, sums: Arrays, *, weight: bool = True) -> Arrays:
         """The head's sums, the `weight`'s too, with 0 in the padding among the first `columns`, which tiles cover.

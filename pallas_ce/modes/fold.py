@@ -44,11 +44,10 @@ class Streams:
             ValueError: the budget cannot hold one row.
         """
         vocab_size, wide = self.specs[0].vocab_size, max(spec.accumulator.itemsize for spec in self.specs)
-        tiles = functools.partial(tiles_bytes, self.specs, self.tile_arrays * wide, mode)
         row = self.row_arrays * vocab_size * wide
 
         def scratch(rows: int, columns: int) -> int:
-            return tiles(rows, columns) + row * rows
+            return tiles_bytes(self.specs, self.tile_arrays * wide, mode, rows, columns) + row * rows
 
         least, logits = scratch(1, self.least_columns), tokens * (len(self.specs) * vocab_size * wide + row)
         limit = budget(self.scratch_bytes, least, logits, f"one row in the {mode or 'forward'} pass")

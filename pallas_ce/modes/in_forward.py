@@ -63,7 +63,8 @@ def backward(
 def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
     if not (any(needs_grad) and call.read):
-        return Known(forward_statistics(call.how, call.names, operands))
+        find = forward_statistics(call.how, call.names, operands.head)
+        return Known(find(operands.rows, operands.head, NO_ARRAYS)[0])
     how, (by_row, shared) = call.how, operands.inputs
     if how.shards is not None and operands.cotangent is None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.

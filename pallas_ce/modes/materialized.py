@@ -94,18 +94,21 @@ class StoredLogits(NamedTuple):
         return zeroed(mask, coef.dlogits(coefficients, logits, reference, columns, valid, *of_row, u, softcap))
 
 
+def local_statistics(names: frozenset[str], how: How, local: Local) -> tuple[Statistics, Arrays]:
+    """Primitive statistics of one device's rows, at least one; 0 in those that do not count."""
+    stored, logits = StoredLogits(how, local.rows, local.head), local.rows.batch.hidden
+
+    def body(block: RowBlock, found: Statistics) -> Statistics:
+        return block.put_each(found, stored.of(block, logits).statistics(names))
+
+    return stored.blocks().for_each(body, empty_statistics(names, local.rows.batch, local.head)), NO_ARRAYS
+
+
+@jax.named_scope("pallas_ce.materialized.forward")
 def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
     """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
-
-    def operation(how: How, local: Local) -> tuple[Statistics, Arrays]:
-        stored = StoredLogits(how, local.rows, local.head)
-
-        def body(block: RowBlock, found: Statistics) -> Statistics:
-            return block.put_each(found, stored.of(block, stored.rows.batch.hidden).statistics(names))
-
-        return stored.blocks().for_each(body, empty_statistics(names, stored.rows.batch, stored.head)), NO_ARRAYS
-
-    return streamed(how, operation, whole_head=True)(operands.rows, operands.head, NO_ARRAYS)[0]
+    operation = streamed(how, functools.partial(local_statistics, names), whole_head=True)
+    return operation(operands.rows, operands.head, NO_ARRAYS)[0]
 
 
 def forward_and_gradient(

@@ -51,8 +51,8 @@ def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple
         how = _handed_whole(how)
     if known is None:
         before_gradient = needs_grad.hidden or needs_grad.logit_scale
-        names, gathered = call.names | saved, operands._replace(head=head)
-        found = forward_statistics(how, names, gathered, before_gradient=before_gradient)
+        find = forward_statistics(how, call.names | saved, head, before_gradient=before_gradient)
+        found = find(operands.rows, head, NO_ARRAYS)[0]
     else:
         found = known.statistics
     return only(found, call.names), (only(found, saved), whole)

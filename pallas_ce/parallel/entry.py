@@ -257,9 +257,7 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
                 places[of_rows] = place(in_names[of_rows], placed)  # the head's first array
             return mesh, local, [place(d, axes) for d in out_names], tuple(places)
 
-        rule = SdyShardingRule(
-            tuple(ArrayMapping(*dims) for dims in in_names), tuple(ArrayMapping(*dims) for dims in out_names)
-        )
+        rule = SdyShardingRule(*(tuple(ArrayMapping(*dims) for dims in names) for names in (in_names, out_names)))
         # JAX itself fails to name the mesh axes of a layout that splits several dimensions over parts of one.
         call.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
         return jax.tree.unflatten(out_structure, call(*leaves, *consts))

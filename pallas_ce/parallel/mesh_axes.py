@@ -138,9 +138,9 @@ def check_split(problem: Any) -> str | None:
     unsaid = _of_several_devices(varies) if mesh_axes is None else ()
     if not absent and not unsaid:
         return None
-    rows = _of_several_devices(set(unsaid) & varying(hidden))
-    name = _named(unsaid or absent)
-    parts = f"vocabulary={name!r}" + (f", rows={_named(rows)!r}" if rows else "")
+    rows, named = _of_several_devices(set(unsaid) & varying(hidden)), unsaid or absent
+    name, of_rows = (axes[0] if len(axes) == 1 else axes for axes in (named, rows))
+    parts = f"vocabulary={name!r}" + (f", rows={of_rows!r}" if rows else "")
     taken = f"a part along {list(absent)}" if absent else "the whole vocabulary"
     message = (
         f"weight varies over the mesh axes {list(_of_several_devices(varies))} of the surrounding shard_map, and "
@@ -176,10 +176,6 @@ def _is_tracked() -> bool:
 
 def _of_several_devices(axes: Iterable[str]) -> Axes:
     return tuple(sorted(axis for axis in axes if lax.axis_size(axis) > 1))
-
-
-def _named(axes: Axes) -> str | Axes:
-    return axes[0] if len(axes) == 1 else axes
 
 
 def _typed_rows(said: MeshAxes, arrays: Any) -> Axes:

@@ -33,7 +33,7 @@ from pallas_ce.statistics.table import as_large
 from pallas_ce.streaming.gradient_products import Arrays, PerInput
 
 Axes = tuple[str, ...]
-NO_AXES: PerInput[Axes] = PerInput.same(())
+NO_AXES: PerInput[Axes] = PerInput(*[()] * 6)
 
 
 class RowArrays(NamedTuple):

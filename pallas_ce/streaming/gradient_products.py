@@ -26,11 +26,6 @@ class PerInput[T](NamedTuple):
     up: T
     down: T
 
-    @staticmethod
-    def same[U](value: U) -> "PerInput[U]":
-        """The same for every input."""
-        return PerInput(value, value, value, value, value, value)
-
     def map[U](self, f: Callable[[T], U]) -> "PerInput[U]":
         """`f` of each."""
         return PerInput(*map(f, self))
@@ -52,8 +47,8 @@ BY_ROW, BY_COLUMN = ("hidden", "down"), ("bias", "up")
 # Gradients, or products of dlogits.
 Arrays = PerInput[jax.Array | None]
 
-NO_ARRAYS: Arrays = PerInput.same(None)
-NO_GRADIENT = PerInput.same(False)
+NO_ARRAYS: Arrays = PerInput(*[None] * 6)
+NO_GRADIENT: PerInput[bool] = PerInput(*[False] * 6)
 
 
 def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:
@@ -61,13 +56,9 @@ def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:
 
     The scale's gradient comes from hidden's and the bias's products, see `scale_gradient`.
     """
-    hidden = needs_grad.hidden or needs_grad.logit_scale
-    return needs_grad._replace(
-        hidden=hidden,
-        bias=needs_grad.bias or needs_grad.logit_scale,
-        logit_scale=False,
-        down=bool(rank) and (hidden or needs_grad.down),
-    )
+    hidden, bias = needs_grad.hidden or needs_grad.logit_scale, needs_grad.bias or needs_grad.logit_scale
+    down = bool(rank) and (hidden or needs_grad.down)
+    return needs_grad._replace(hidden=hidden, bias=bias, logit_scale=False, down=down)
 
 
 class WeightGradient(NamedTuple):
