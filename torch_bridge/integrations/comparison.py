@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pallas_ce import LowRank
 from torch_bridge.api.modules import scaled_and_capped
-from torch_bridge.integrations import adapters, causal_lm
+from torch_bridge.integrations import causal_lm
 from torch_bridge.integrations.causal_lm import IGNORED
 
 
@@ -38,7 +38,7 @@ def compare(model: Any, options: dict[str, Any]) -> None:
 def _of_logits(model: Any, tokens: Tensor, want: Tensor, options: dict[str, Any]) -> str | None:
     """How the model's own logits of the tokens differ from the patch's; None where they do not."""
     hidden = causal_lm.backbone(model)(input_ids=tokens).last_hidden_state
-    weight, bias = adapters.parameters(causal_lm.head(model))
+    weight, bias = causal_lm.parameters(causal_lm.head(model))
     if isinstance(weight, LowRank):
         weight = weight.weight + weight.scale * (weight.up @ weight.down).to(weight.weight.dtype)
     got = scaled_and_capped(nn.functional.linear(hidden.to(weight.dtype), weight, bias).float(), options)

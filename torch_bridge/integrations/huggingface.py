@@ -1,8 +1,7 @@
 """`patch_causal_lm`: a Hugging Face causal language model trains without logits, by transformers' Trainer and by TRL.
 
-The patched model's forward with labels, in training, calls the backbone and then `linear_cross_entropy` on its last
-hidden states, with the meaning of `transformers`' own loss: labels shifted by one, -100 ignored, the mean over the
-labels that count or their sum over `num_items_in_batch`. Any other call goes to the original forward.
+The patched model's forward with labels, in training, calls the backbone and then `linear_cross_entropy`, with the
+meaning of `transformers`' own loss. Any other call goes to the original forward.
 """
 
 from typing import Any
@@ -109,7 +108,7 @@ def unpatch_causal_lm(model: Any) -> Any:
     inner = causal_lm.base(model)
     if patched.of(inner) is None:
         raise ValueError(f"this {type(inner).__name__} is not patched")
-    if not causal_lm.has_forward_of_its_class(inner):
+    if causal_lm.forwards(inner)[0] is not type(inner).forward:
         raise ValueError(
             f"the forward of this {type(inner).__name__} was wrapped after patching: unwrap it first, for example with "
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False). What a trainer of TRL put in its place stays"
@@ -127,7 +126,7 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model is a {name}; it must be one of transformers' …{', …'.join(_ENDINGS)}{inside}")
     if model.config.is_encoder_decoder:
         raise TypeError(f"{name} has an encoder and a decoder, and the patch serves models of one stack; {_BY_HAND}")
-    if patched.of(model) is not None or not causal_lm.has_forward_of_its_class(model):
+    if patched.of(model) is not None or causal_lm.forwards(model)[0] is not type(model).forward:
         raise ValueError(f"the forward of this {name} is patched or wrapped already; patch a model before wrapping it")
     if why := causal_lm.passed_over(model, causal_lm.head(model)):
         raise ValueError(why)

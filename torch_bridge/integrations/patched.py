@@ -1,7 +1,7 @@
 """The class that `patch_causal_lm` gives a model: a subclass of its own, which computes the loss without logits.
 
-A class, since a forward among the model's attributes would not survive a copy, a pickle, a replica of
-`torch.nn.DataParallel`, or wrapping and unwrapping. Models of one kind share the class, and each holds its options.
+A forward among the model's attributes would not survive a copy, a pickle, a replica of `torch.nn.DataParallel`, or
+wrapping and unwrapping. Models of one kind share the class, and each holds its options.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.api.linear import linear_cross_entropy
-from torch_bridge.integrations import adapters, causal_lm, trl
+from torch_bridge.integrations import causal_lm, trl
 
 # Options that change the loss in training only: evaluation has the model's own.
 _IN_TRAINING = {"label_smoothing", "z_loss"}
@@ -141,11 +141,11 @@ def _forward(
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
-    kept = given.get("logits_to_keep", 0)
-    has_labels = given.get("labels") is not None or given.get("shift_labels") is not None
+    kept, shifted = given.get("logits_to_keep", 0), given.get("shift_labels")
+    labels, shift = (given.get("labels"), 1) if shifted is None else (shifted, 0)
     if skip_logits is None:
         skip_logits = model.training or patch.skip_logits or reduction is not None
-    if not skip_logits or not has_labels or not (isinstance(kept, int) and kept == 0):
+    if not skip_logits or labels is None or not (isinstance(kept, int) and kept == 0):
         if reduction is not None:
             raise ValueError(
                 f"reduction={reduction!r} needs a loss without logits: pass labels, and neither logits_to_keep nor "
@@ -162,8 +162,6 @@ def _forward(
     if why := causal_lm.passed_over(model, head):  # changed since it was patched
         raise ValueError(f"{why}, or use unpatch_causal_lm(model)")
     out = causal_lm.backbone(model)(**for_backbone, return_dict=True)
-    shifted = given.get("shift_labels")
-    labels, shift = (given["labels"], 1) if shifted is None else (shifted, 0)
     options = {name: x for name, x in patch.options.items() if model.training or name not in _IN_TRAINING}
 
     items: Any = given.get("num_items_in_batch")
@@ -173,7 +171,7 @@ def _forward(
     ignored = given.get("ignore_index", causal_lm.IGNORED)
 
     def loss_of(hidden: Tensor) -> Tensor:
-        weight, bias = adapters.parameters(head)
+        weight, bias = causal_lm.parameters(head)
         device = head.weight.device
         return linear_cross_entropy(
             hidden.to(device),  # elsewhere where the model is split over devices

@@ -1,30 +1,8 @@
 """The head's loss in a pipeline-parallel model: `PipelineFusedLoss`.
 
-A schedule of `torch.distributed.pipelining` calls `loss_fn(output, target)` on the last stage's output, and keeps that
-output until the microbatch's backward: logits of every microbatch in flight, if it is logits. So the last stage returns
-hidden states in training, and the loss function has the output layer. `take_head` arranges both in a model whose head
-is an `nn.Linear`:
-
-    loss_fn = take_head(last_stage_model, "lm_head")
-    schedule = Schedule1F1B(stage, n_microbatches, loss_fn=loss_fn)   # any schedule
-
-In evaluation and generation the model returns logits as before. The layer's parameters stay where they were, under the
-same names: optimisers, checkpoints and tied embeddings see no difference, and zero-bubble schedules, which compute
-weight gradients of the stage's own parameters only, find them. So does the tracing front end
-(`torch.distributed.pipelining.pipeline`): the last stage that it cuts has them, the very tensors that the loss reads.
-
-V-shaped schedules (`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`) put the last stage beside the first. In PyTorch 2.11,
-whatever the loss function, their `eval` fails, and a parameter that both stages hold, such as a tied embedding, has its
-gradient divided by the number of microbatches twice. For the right one give the schedule `scale_grads=False`, and
-`take_head` the whole batch's `normalizer`.
-
-The loss reads the head's parameters after the model's forward. With DDP, and with FSDP2 where `fully_shard` wraps the
-root, whose parameters stay gathered until the backward, gradients are right. A head that `fully_shard` wraps by itself
-is sharded again by then, as is a root with `reshard_after_forward=True`, and the loss refuses its DTensor: leave the
-head to the root, or wrap it with `reshard_after_forward=False`.
-
-The loss recomputes logits in the backward (`backward="recompute"`): gradients computed in the forward would be held
-for each microbatch in flight, among them one of the weight's size.
+A schedule keeps the last stage's output until the microbatch's backward. So the last stage returns hidden states in
+training, and the loss function has the output layer, whose parameters stay where they were, under the same names.
+`docs/pytorch.md` says what V-shaped schedules, DDP and FSDP2 need.
 """
 
 import contextlib
