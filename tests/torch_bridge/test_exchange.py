@@ -176,7 +176,7 @@ def test_a_program_takes_all_that_it_is_given_as_one_event_orders_it():
     """On a GPU only one array brings an event: a program that left that one out would not wait for the others."""
     given = {"input": torch.ones(5, 3), "linear_weight": torch.ones(9, 3), "target": torch.ones(5, dtype=torch.int32)}
     tensors = [given.get(name) for name in LINEAR_ROW_STATISTICS.tensors]
-    program = LINEAR_ROW_STATISTICS.program(tensors, (0, *Options(statistics="lse")[1:]))  # which reads no target
+    program = LINEAR_ROW_STATISTICS.program(tensors, ("", *Options(statistics="lse")[1:]))  # which reads no target
     lowered = program.forward.lower(*program.structs()[:3]).compile().as_text()
     taken = lowered.split("entry_computation_layout={(")[1]
     assert taken.startswith("f32[256,3]{1,0}, f32[9,3]{1,0}, s32[256]{0})")

@@ -1,8 +1,7 @@
 """The functions of a head as PyTorch operators and autograd functions: what they save, which gradients they make.
 
-The namespace of the operators names the code behind them.
-PyTorch keeps compiled graphs on disk by the names of their operators. Under one name a graph that was compiled for
-other code would take this code's results, whose number, shapes and meaning may differ.
+PyTorch keeps compiled graphs on disk by the names of their operators. So the operators' namespace names the code behind
+them: results of other code may differ in number, shapes and meaning.
 """
 
 import hashlib

@@ -27,15 +27,14 @@ def reverse_mode(tensors: Mapping[str, Tensor | None]) -> None:
     if not in_transform and forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
-        if tensor is not None and (what := _LEVEL if tracing else _followed_by(tensor, in_transform)):
+        if tensor is not None and (what := _followed_by(tensor, tracing, in_transform)):
             raise NotImplementedError(f"{name} {what}; {_ONLY}")
 
 
-_LEVEL = "is compiled inside forward-mode differentiation"
-
-
-def _followed_by(tensor: Tensor, in_transform: bool) -> str | None:
+def _followed_by(tensor: Tensor, tracing: bool, in_transform: bool) -> str | None:
     """What would be lost of the tensor, in words."""
+    if tracing:
+        return "is compiled inside forward-mode differentiation"
     if in_transform:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return "is inside a transform of torch.func (grad, jvp, vmap, ...)"
@@ -47,17 +46,15 @@ def _followed_by(tensor: Tensor, in_transform: bool) -> str | None:
     return None
 
 
-def refuse(*_: Any) -> NoReturn:
+def refuse(ctx: Any, *_: Any) -> NoReturn:
     """The derivative of every gradient."""
     raise NotImplementedError(f"a gradient is differentiated again; {_ONLY}")
 
 
 def final(gradients: Sequence[Tensor], of: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The gradients that a backward returns; where PyTorch makes a graph of it, differentiating them raises an error.
+    """Gradients that a backward has computed without a graph; differentiating them again raises an error.
 
-    Args:
-        gradients: computed without a graph, which alone PyTorch would take for constants.
-        of: all that they depend on.
+    They depend on `of`. Alone, PyTorch would take them for constants where it makes a graph of the backward.
     """
     depends = [x for x in of if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
     function: Any = _Final
@@ -71,9 +68,7 @@ class _Final(torch.autograd.Function):
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple([gradient.detach() for gradient in tensors[count:]])
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
-        refuse()
+    backward = staticmethod(refuse)
 
 
 def differentiable_once(tensor: Tensor | None) -> Tensor | None:

@@ -1,8 +1,7 @@
 """What autograd saves around a call and asks of its backward, by the operator or past PyTorch's dispatcher.
 
-The dispatcher's wrapping of a Python operator costs more than the operation. Compilation, dispatch modes and constants
-in functional transforms need the operator. All other calls are `Eager`, with the same programs, saved tensors and
-gradients.
+The dispatcher's wrapping of a Python operator costs more than the operation. Only compilation, dispatch modes and
+constants in functional transforms need it. All other calls are `Eager`, with the same programs and saved tensors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,9 +33,9 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        """The program's outputs; saves what else the backward needs."""
+        """The program's outputs."""
         *tensors, operation, program, static = inputs
-        found = calls.forward(program, [x for x in tensors if x is not None], program.staying)
+        found = calls.forward(program, tensors, program.staying)
         save(ctx, operation, program, static, tensors, found, True)
         return tuple(found[: program.outputs])
 
@@ -70,12 +69,11 @@ def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor
 def _gradients(ctx: Any, given: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
     """What the backward returns, by names of tensors."""
     first_order.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(given)})
-    signature, saved = ctx.program.signature, ctx.saved_tensors
-    count = len(ctx.operation.tensors)
-    tensors, found = saved[:count], list(saved[count:])
+    signature, saved, names = ctx.program.signature, ctx.saved_tensors, ctx.operation.tensors
+    tensors, found = saved[: len(names)], list(saved[len(names) :])
     # Tensors that are missing have no edge.
     edges = zip([name for name, _ in signature.arrays], ctx.next_functions, strict=False)
-    possible = {name for name, is_needed in zip(ctx.operation.tensors, ctx.needs_input_grad, strict=False) if is_needed}
+    possible = {name for name, is_needed in zip(names, ctx.needs_input_grad, strict=False) if is_needed}
     possible.intersection_update(signature.differentiated)
     nodes = {name: node for name, (node, _) in edges if name in possible and _is_executed(node) is not False}
     if not nodes:
@@ -89,13 +87,13 @@ def _gradients(ctx: Any, given: Sequence[Tensor | None]) -> dict[str, Tensor | N
     with partitioned.gathered(reads):
         for place, array in ctx.staying.items():
             found[place] = array if is_served else exchange.to_torch(array)[: tensors[0].shape[0]]
+        made: dict[str, Tensor | None]
         if is_served:
-            gradients = _computed(ctx.program, [x for x in tensors if x is not None], found, given, asked, total)
+            made = _computed(ctx.program, tensors, found, given, asked, total)
         else:
             backward = getattr(OPERATORS, f"{ctx.operation.name}_backward")
-            bits = sum(1 << ctx.operation.tensors.index(name) for name in asked)
-            gradients = backward(*tensors, *ctx.static, found, list(given), bits)
-        made: dict[str, Tensor | None] = dict(zip(asked, gradients, strict=True))
+            gradients = backward(*tensors, *ctx.static, found, list(given), ",".join(asked))
+            made = dict(zip(asked, gradients, strict=True))
     for node in nodes.values():
         if partitioned.is_partitioned(leaf := getattr(node, "variable", None)) and _is_executed(node):
             partitioned.accept(leaf)
@@ -105,27 +103,22 @@ def _gradients(ctx: Any, given: Sequence[Tensor | None]) -> dict[str, Tensor | N
 
 
 def _computed(
-    program: Program,
-    tensors: Sequence[Tensor],
-    found: Sequence[Any],
-    given: Sequence[Tensor | None],
-    asked: tuple[str, ...],
-    total: Tensor | None,
-) -> list[Tensor]:
+    program: Program, tensors: Any, found: Any, given: Any, asked: tuple[str, ...], total: Tensor | None
+) -> dict[str, Tensor | None]:
     """The gradients in `asked`; unless the graph is kept, the forward's own are scaled in place and returned.
 
     A `total` to which the backward can add the weight's gradient is returned in place of that.
     """
-    if total is not None and calls.adds_to(program, total, tensors[WEIGHT], asked):
-        return calls.backward(program, tensors, found, given, asked, total)
     kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     handed = () if kept_graph else tuple([name for name in asked if name in program.scaled])
-    made: dict[str, Tensor] = {}
-    if others := tuple([name for name in asked if name not in handed]):
-        made |= zip(others, calls.backward(program, tensors, found, given, others), strict=True)
+    made: dict[str, Tensor | None] = {}
     if handed:
-        made |= zip(handed, calls.handed_over(program, tensors, found, given[0], handed), strict=True)
-    return [made[name] for name in asked]
+        made |= zip(handed, calls.handed_over(program, found, given[0], handed), strict=True)
+    if others := tuple([name for name in asked if name not in handed]):
+        # Programs that add to it hand nothing over.
+        into = [total] if total is not None and calls.adds_to(program, total, tensors[WEIGHT], asked) else []
+        made |= zip(others, calls.backward(program, tensors, found, given, others, *into), strict=True)
+    return made
 
 
 def _main_grad(ctx: Any, asked: Sequence[str]) -> tuple[Any, Tensor | None]:
@@ -136,9 +129,8 @@ def _main_grad(ctx: Any, asked: Sequence[str]) -> tuple[Any, Tensor | None]:
     """
     node = ctx.next_functions[WEIGHT][0]
     weight = getattr(node, "variable", None)
-    if "linear_weight" not in asked or _is_executed(node) is None:
-        return weight, None
-    return weight, getattr(weight, "main_grad", None)
+    accumulates = "linear_weight" in asked and _is_executed(node) is not None
+    return weight, getattr(weight, "main_grad", None) if accumulates else None
 
 
 def _arrives(weight: Any, total: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -158,8 +150,7 @@ def _arrives(weight: Any, total: Tensor, gradient: Tensor | None) -> Tensor | No
 def _is_executed(node: Any | None) -> bool | None:
     """Whether this backward pass uses the gradient: `torch.autograd.grad` and zero-bubble schedules ask for a part.
 
-    `needs_input_grad` only knows what could be asked for. None for a leaf whose gradient `torch.autograd.grad` returns
-    in place of accumulating it; for such a leaf PyTorch raises an error.
+    None for a leaf whose gradient `torch.autograd.grad` returns and does not accumulate: there PyTorch raises an error.
     """
     if node is None or torch.compiler.is_compiling():
         return True

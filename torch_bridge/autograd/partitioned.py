@@ -1,7 +1,6 @@
 """Parameters that DeepSpeed's ZeRO-3 has partitioned, which hold nothing but while all processes gather them.
 
-DeepSpeed gathers a module's own parameters around its forward and its backward, and a head that is read there needs
-nothing of this. A loss elsewhere reads the weight of a head that nobody calls, and gathers it.
+DeepSpeed gathers a module's own around its forward and backward. A loss elsewhere reads a head that nobody calls.
 """
 
 import contextlib

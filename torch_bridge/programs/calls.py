@@ -1,24 +1,21 @@
 """Programs on PyTorch tensors: padded to a program's rows, shared with JAX, and its results brought back.
 
-JAX compiles for each shape. Packed batches have another number of tokens each time, so their rows are padded up to the
-next of a short list of sizes, and the padding is masked like ignored tokens, which cost no products. Padding costs a
-copy of the rows, and from 1024 rows on at most twice their memory.
-
-Training takes two programs a bucket where the backward is one of its own, as in "recompute": at most ten up to 8192
-tokens, and two more for each doubling.
+JAX compiles for each shape, and packed batches have another number of tokens each time. So rows are padded up to the
+next of a short list of sizes; padding is masked like ignored tokens, which cost no products, and costs a copy of the
+rows. Training takes two programs a bucket where the backward is one of its own, as in "recompute": at most ten up to
+8192 tokens, and two more for each doubling.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_bridge.dlpack import exchange
-from torch_bridge.programs.program import Program, Shape
+from torch_bridge.programs.program import WEIGHT, Program, Shape
 
 # Enough programs to fill any GPU's memory bandwidth, few enough to leave in a few microseconds.
 _PROGRAMS = 1024
@@ -37,19 +34,18 @@ def bucket(rows: int) -> int:
     return 256 if rows <= 256 else max(1024, 1 << (rows - 1).bit_length())
 
 
-def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int] = frozenset()) -> list[Any]:
+def forward(program: Program, tensors: Sequence[Tensor | None], staying: frozenset[int] = frozenset()) -> list[Any]:
     """The outputs, and what the backward needs beside them and the inputs, of dense tensors on one device.
 
     Results are tensors; at the places `staying` they are JAX's arrays, with the padding of the program's rows.
     """
-    given = _in_memory_order(program, tensors)
-    found = _run(program.forward, program, given, program.signature.arrays, tensors[0], staying)
-    return _without_padding(program, found, program.found, tensors[0])
+    given, shapes = _in_memory_order(program, tensors), program.signature.arrays
+    return _run(program.forward, program, given, shapes, program.found, given[0], staying)
 
 
 def backward(
     program: Program,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
     saved: Sequence[Tensor | jax.Array | None],
     cotangents: Sequence[Tensor | None],
     asked: tuple[str, ...],
@@ -61,13 +57,11 @@ def backward(
     `adds_to` says the weight's gradient can be added is returned in place of that.
     """
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]), adds=total is not None)
-    taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
-    of_taken = program.taken
-    if total is not None:
-        taken.append(total)
-        of_taken = (*of_taken, ("main_grad", Shape(tuple(total.shape), np.dtype(np.float32))))
-    read, shapes = [taken[i] for i in compiled.reads], [of_taken[i] for i in compiled.reads]
-    found = _as_inputs(program, _run(compiled.run, program, read, shapes, tensors[0]), asked, tensors[0])
+    inputs, of = _in_memory_order(program, tensors), dict(program.signature.arrays)
+    taken: list[Any] = [*inputs, *saved, *cotangents, total]
+    read, shapes = [taken[i] for i in compiled.reads], [program.taken[i] for i in compiled.reads]
+    found = _run(compiled.run, program, read, shapes, [of[name] for name in asked], inputs[0])
+    found = _as_weight_lies(program, found, asked)
     if total is not None:
         place = asked.index("linear_weight")
         found[place] = exchange.written(total, found[place])
@@ -78,63 +72,54 @@ def adds_to(program: Program, total: Tensor, weight: Tensor, asked: tuple[str, .
     """Whether `backward` can add the weight's gradient to a tensor, for these gradients."""
     like = (total.shape, total.device, total.dtype) == (weight.shape, weight.device, torch.float32)
     dense = total.is_contiguous() and not program.signature.options.vocab_axis
-    return like and dense and "linear_weight" in asked and program.adds.issuperset(asked)
+    return like and dense and program.adds.issuperset(asked)
 
 
-def handed_over(
-    program: Program, tensors: Sequence[Tensor], saved: Sequence[Any], upstream: Any, asked: tuple[str, ...]
-) -> list[Tensor]:
+def handed_over(program: Program, saved: Sequence[Any], upstream: Any, asked: tuple[str, ...]) -> list[Tensor]:
     """Gradients of `Program.scaled`, in the memory of what the forward returned, which is lost; see `backward`.
 
     For the last backward of a graph: neither the host launches a program of JAX's nor does memory hold both.
     """
     found = [saved[program.scaled[name]].detach() for name in asked]
     scale_(found, upstream)
-    return _as_inputs(program, found, asked, tensors[0])
+    return _as_weight_lies(program, found, asked)
 
 
-def _as_inputs(program: Program, found: list[Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
-    """Gradients of those inputs as the tensors lie that came in."""
-    of = dict(program.signature.arrays)
-    found = _without_padding(program, found, [of[name] for name in names], like)
+def _as_weight_lies(program: Program, found: list[Tensor], names: tuple[str, ...]) -> list[Tensor]:
+    """Gradients of those inputs, the weight's in its order of axes."""
     if program.signature.options.vocab_axis and "linear_weight" in names:
         position = names.index("linear_weight")
         found[position] = found[position].t()
     return found
 
 
-def _in_memory_order(program: Program, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors, with the weight `[H, V]` where that is how it lies in memory."""
-    if not program.signature.options.vocab_axis:
-        return tensors
-    hidden, weight, *others = tensors
-    return hidden, weight.t(), *others
+def _in_memory_order(program: Program, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """The tensors that are there, with the weight `[H, V]` where that is how it lies in memory."""
+    given = [x for x in tensors if x is not None]
+    if program.signature.options.vocab_axis:
+        given[WEIGHT] = given[WEIGHT].t()
+    return given
 
 
 def _run(
     compiled: Callable[..., Sequence[jax.Array]],
     program: Program,
     given: Sequence[Any],
-    shapes: Sequence[tuple[str, Shape]],
+    taken: Sequence[tuple[str, Shape]],
+    results: Sequence[Shape],
     like: Tensor,
     staying: frozenset[int] = frozenset(),
 ) -> list[Any]:
-    """The results of a compiled program; `like` has the call's device and rows."""
-    if missing := program.rows - like.shape[0]:
-        given = [
-            pad(x, (0, 0) * (x.ndim - 1) + (0, missing), value=shape.fill)
-            if shape.by_row and isinstance(x, Tensor)
-            else x
-            for x, (_, shape) in zip(given, shapes, strict=True)
-        ]
-    return exchange.run(compiled, [name for name, _ in shapes], given, like.device, staying)
-
-
-def _without_padding(program: Program, found: list[Any], shapes: Sequence[Shape], like: Tensor) -> list[Any]:
-    """The rows that the call has, of the tensors that have rows."""
-    if (rows := like.shape[0]) == program.rows:
-        return found
-    return [x[:rows] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, shapes, strict=True)]
+    """A compiled program's results, of the rows of `like`: tensors by row are padded, and what becomes of them cut."""
+    names, rows, missing = [name for name, _ in taken], like.shape[0], program.rows - like.shape[0]
+    if not missing:
+        return exchange.run(compiled, names, given, like.device, staying)
+    padded = [
+        pad(x, (0, 0) * (x.ndim - 1) + (0, missing), value=shape.fill) if shape.by_row and isinstance(x, Tensor) else x
+        for x, (_, shape) in zip(given, taken, strict=True)
+    ]
+    found = exchange.run(compiled, names, padded, like.device, staying)
+    return [x[:rows] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, results, strict=True)]
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -62,12 +62,7 @@ NAMES = {
 
 
 class Function(NamedTuple):
-    """A function of a head in the three steps of `pallas_ce`, on arrays by PyTorch's names.
-
-    Attributes:
-        public: the function.
-        steps: its `integration.Steps`.
-    """
+    """A function of a head, on arrays by PyTorch's names, and its `integration.Steps`."""
 
     public: Callable[..., Any]
     steps: Any

@@ -1,10 +1,8 @@
-"""Differentiable JAX functions as pairs of compiled programs, forward and backward, that exchange arrays only.
+"""Differentiable JAX functions as pairs of compiled programs, forward and backward.
 
-PyTorch's autograd keeps arrays between the two, not closures: `pallas_ce`'s `keep` says which, and `compute` takes them
-back (`pallas_ce.modes.call.Known`).
+Between the two PyTorch's autograd keeps arrays, not closures: `pallas_ce`'s `keep` says which, `compute` takes them.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -50,13 +48,8 @@ class Shape(NamedTuple):
         return jax.ShapeDtypeStruct(tuple(sizes), self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """All that a program is compiled for, except the number of rows; hashable.
-
-    A function with its static options, where `vocab_axis` is 1 for a weight `[H, V]`; name and shape of each input; and
-    the names of the inputs to differentiate. With none of these nothing is kept.
-    """
+class Signature(NamedTuple):
+    """All that a program is compiled for, except the number of rows; with nothing to differentiate nothing is kept."""
 
     function: Function
     options: Options
@@ -76,12 +69,11 @@ class Program:
 
     Attributes:
         forward: `(*inputs) -> (*outputs, *kept)`.
-        found: what the forward returns: the function's outputs, differentiable ones first, and what else a backward
-            needs beside these and the inputs.
-        outputs: how many of those are outputs.
-        differentiable: how many of those have gradients.
+        found: what the forward returns: outputs, differentiable ones first, and what else a backward needs.
+        outputs: how many outputs there are.
+        differentiable: how many of them have gradients.
         reread: indices of the outputs that the backward needs.
-        taken: all that a backward can take: inputs, `found`, and cotangents, with names for messages.
+        taken: all that a backward can take, named: inputs, `found`, cotangents, and a sum for the weight's gradient.
         staying: indices of what only a backward reads and takes a number a row. Where autograd need not see it, it
             stays with JAX, which saves two exchanges each.
         scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
@@ -95,15 +87,20 @@ class Program:
         self.forward = jax.jit(self._forward, keep_unused=True)
         # Tracing sets the attributes that `_forward` does.
         found = jax.eval_shape(self.forward, *[shape.struct(rows) for _, shape in signature.arrays])
+        sums = None if self._known is None else self._known.sums
+        self.sums = 0 if sums is None else sum(x is not None for x in (sums.hidden, sums.weight))
+        # Of the head. Hidden's sum is by row, like the statistics.
+        of_head = () if sums is None else jax.tree.leaves(sums._replace(hidden=None))
         self.found = tuple(
-            Shape((None, *x.shape[1:]) if x.shape and place not in self._of_head else x.shape, np.dtype(x.dtype))
+            Shape((None, *x.shape[1:]) if x.shape and place not in of_head else x.shape, np.dtype(x.dtype))
             for place, x in enumerate(found)
         )
         known, cotangents = jax.tree.leaves(self._known), self.found[: self.differentiable]
         self.reread = frozenset(i for i in known if i < self.outputs)
         self.staying = frozenset(i for i in known if i >= self.outputs and self.found[i].axes == (None,))
         taken = [("what the forward kept", x) for x in self.found] + [("a cotangent", x) for x in cotangents]
-        self.taken: tuple[tuple[str, Shape], ...] = (*signature.arrays, *taken)
+        total = signature.arrays[WEIGHT][1]._replace(dtype=np.dtype(np.float32))
+        self.taken: tuple[tuple[str, Shape], ...] = (*signature.arrays, *taken, ("main_grad", total))
 
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         """How all of `taken` is passed."""
@@ -112,21 +109,16 @@ class Program:
     def backward(self, asked: tuple[str, ...], given: tuple[bool, ...], *, adds: bool = False) -> Backward:
         """The gradients of the inputs in `asked`, from the cotangents that are `given`; no other work is done.
 
-        With `adds` it takes a float32 sum behind all else, donated, to which the weight's is added.
+        With `adds` the last of `taken` is donated, and the weight's is added to it.
         """
-        if (asked, given, adds) not in self._backwards:
-            self._backwards[asked, given, adds] = self._make_backward(asked, given, adds)
-        return self._backwards[asked, given, adds]
-
-    def _make_backward(self, asked: tuple[str, ...], given: tuple[bool, ...], adds: bool) -> Backward:
+        if (asked, given, adds) in self._backwards:
+            return self._backwards[asked, given, adds]
         flat: list[Any] = self.structs()
-        weight, inputs, cotangents = flat[WEIGHT], len(self.signature.arrays), len(flat) - len(given)
+        inputs, cotangents = len(self.signature.arrays), len(flat) - 1 - len(given)
         absent = [inputs + i for i in range(self.outputs) if i not in self.reread]
-        absent += [cotangents + i for i, is_given in enumerate(given) if not is_given]
+        absent += [cotangents + i for i, is_given in enumerate((*given, adds)) if not is_given]
         for place in absent:
             flat[place] = None
-        if adds:
-            flat.append(jax.ShapeDtypeStruct(weight.shape, np.float32))
         traced = jax.make_jaxpr(functools.partial(self._backward, asked, adds))(*flat)
         jaxpr, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
         there = (position for position, struct in enumerate(flat) if struct is not None)
@@ -134,7 +126,7 @@ class Program:
         closed = jax.extend.core.ClosedJaxpr(jaxpr, traced.consts)
         donated = len(reads) - 1 if adds else ()
         run = jax.jit(jax.extend.core.jaxpr_as_fun(closed), keep_unused=True, donate_argnums=donated)
-        return Backward(reads, run)
+        return self._backwards.setdefault((asked, given, adds), Backward(reads, run))
 
     def _named(self, inputs: Sequence[jax.Array]) -> dict[str, jax.Array]:
         return {
@@ -159,25 +151,20 @@ class Program:
                 outputs.append(x)
             return found[id(x)]
 
-        # What the backward needs, and which of it is of the head: indices into outputs and kept.
+        # What the backward needs: indices into outputs and kept.
         self._known = jax.tree.map(index, known)
-        # Of these, hidden's sum is by row, like the statistics.
-        of_head = None if known is None else known.sums._replace(hidden=None)
-        self._of_head = frozenset(map(index, jax.tree.leaves(of_head)))
         scaled, self.adds = function.shortcuts(problem, known)
         self.scaled: dict[str, int] = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
-        self.sums = 0 if known is None else sum(x is not None for x in (known.sums.hidden, known.sums.weight))
         return tuple(outputs)
 
     def _backward(self, asked: tuple[str, ...], adds: bool, *flat: Any) -> tuple[jax.Array, ...]:
         function, options, inputs = self.signature.function, self.signature.options, len(self.signature.arrays)
-        arrays, cotangents = self._named(flat[:inputs]), flat[inputs + len(self.found) :]
+        arrays, (*cotangents, total) = self._named(flat[:inputs]), flat[inputs + len(self.found) :]
         known = jax.tree.map(lambda i: flat[inputs + i], self._known)
         if adds:
-            cotangent, total = cotangents
             # In place of the weight's gradient the float32 `total`, with it added where it lies.
             problem, needed = function.read(options, arrays), needs_grad(asked)
-            of_sum = function.steps.add_gradients(*problem, known, needed, cotangent, total)
+            of_sum = function.steps.add_gradients(*problem, known, needed, *cotangents, total)
             return tuple(getattr(of_sum, NAMES[name]) for name in asked)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
