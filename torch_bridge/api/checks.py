@@ -148,7 +148,7 @@ def loss(
 def of_tokens(token_weights: Tensor | None, leading: Sequence[int], shift: int = 0) -> Tensor | None:
     """Token weights `[N]`."""
     shape("token_weights", token_weights, leading)
-    return None if token_weights is None else by_row(_shifted(token_weights, shift, leading, 0), leading)
+    return None if token_weights is None else _by_row_shifted(token_weights, shift, leading, 0)
 
 
 def precision_of(value: PrecisionLike | None, device: torch.device) -> str:
@@ -205,10 +205,9 @@ def labels(
     validate_labels: bool = False,
     **_: Any,
 ) -> Tensor:
-    """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`.
+    """int32 or int64 `[N]` of integers, with `several` or `[N, K]`: each row's of `shift` positions later.
 
-    With `validate_labels` their values are read, and ones outside the vocabulary of that size raise a ValueError. A row
-    has the label `shift` positions later.
+    With `validate_labels` their values are read, and ones outside the vocabulary of that size raise a ValueError.
     """
     _integers("target", target)
     if target.shape != leading and not (several and _several(target, leading)):
@@ -218,7 +217,7 @@ def labels(
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}{order}")
     if validate_labels:
         target = _with_valid_values(target, size, integration.read_ignore_index(ignore_index))
-    return _by_row_of_ids(target, shift, leading)
+    return _by_row_shifted(target if target.dtype in _LABELS else target.long(), shift, leading, integration.NO_TARGET)
 
 
 def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> Tensor:
@@ -230,7 +229,7 @@ def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> 
         raise ValueError(
             f"support takes one target of each row, {tuple(leading)}, and target has shape {tuple(target.shape)}"
         )
-    return _by_row_of_ids(ids, shift, leading)
+    return _by_row_shifted(ids if ids.dtype in _LABELS else ids.long(), shift, leading, integration.NO_TARGET)
 
 
 def _integers(name: str, tensor: Tensor) -> None:
@@ -245,18 +244,13 @@ def _several(ids: Tensor, leading: Sequence[int]) -> bool:
     return ids.shape[:-1] == leading and ids.ndim == len(leading) + 1 and ids.shape[-1] > 0
 
 
-def _by_row_of_ids(ids: Tensor, shift: int, leading: Sequence[int]) -> Tensor:
-    ids = ids if ids.dtype in _LABELS else ids.long()
-    return by_row(_shifted(ids, shift, leading, integration.NO_TARGET), leading)
-
-
-def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) -> Tensor:
-    """`[..., *K]` values of tokens at the rows that predict these; `fill` where there is none."""
+def _by_row_shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) -> Tensor:
+    """`[N, *K]` values of tokens `[..., *K]` at the rows that predict these; `fill` where there is none."""
     # The default costs no check; False would be an error.
     if (type(shift) is int and shift == 0) or not (shift := integration.check_shift(shift, by_token, tuple(leading))):
-        return by_token
+        return by_row(by_token, leading)
     behind = by_token.narrow(len(leading) - 1, gone := min(shift, leading[-1]), leading[-1] - gone)
-    return nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill)
+    return by_row(nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill), leading)
 
 
 # An operator, which torch.compile does not trace. Its result is used, so that it stays in the program.

@@ -1,7 +1,7 @@
-"""`cross_entropy` of logits that are there already, with the loss's options of `pallas_ce.cross_entropy`.
+"""`cross_entropy` of stored logits, with the loss's options of `pallas_ce.cross_entropy`.
 
 Where the kernels serve all rows at once, one program makes the loss and its gradients. Otherwise the loss is written in
-PyTorch's own operators, which differentiate everything else, on row statistics that are differentiable in the logits.
+PyTorch's own operators on row statistics that are differentiable in the logits.
 """
 
 from typing import Any, Unpack

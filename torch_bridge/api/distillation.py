@@ -1,6 +1,6 @@
 """`linear_distillation` on PyTorch tensors: a student's head against a teacher's, both whole or split alike."""
 
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,8 @@ def linear_distillation(
         >>> hidden.grad.shape, teacher.weight.grad
         (torch.Size([6, 8]), None)
     """
-    head, given = _checked(input, linear_weight, teacher_input, teacher_weight, divergence, beta, **options)
+    known = {**options, "divergence": divergence, "beta": beta}
+    head, given = _checked(input, linear_weight, teacher_input, teacher_weight, known)
     row_mask, ignore_index = options.get("row_mask"), options.get("ignore_index", -100)
     all_count = row_mask is None and target is not None
     given["target"] = None if target is None else checks.labels(target, head.leading, ignore_index=ignore_index)
@@ -142,10 +143,9 @@ def vocab_parallel_distillation(
             f"teacher_weight has shape {tuple(teacher_weight.shape)} and linear_weight {part.rows} rows: a process "
             "needs the rows of the same ids of both"
         )
-    known = {**options, "logit_scale": part.shared(options.get("logit_scale", 1.0))}
-    head, given = _checked(
-        part.shared(input), part.shared_weight, teacher_input, teacher_weight, divergence, beta, **cast(Any, known)
-    )
+    known: dict[str, Any] = {**options, "divergence": divergence, "beta": beta}
+    known["logit_scale"] = part.shared(options.get("logit_scale", 1.0))
+    head, given = _checked(part.shared(input), part.shared_weight, teacher_input, teacher_weight, known)
     given["row_mask"] = checks.mask(options.get("row_mask"), input)
     if target is not None:
         _, counted = part.counted(checks.labels(target, head.leading), input, options)
@@ -161,13 +161,7 @@ def vocab_parallel_distillation(
 
 
 def _checked(
-    input: Tensor,
-    linear_weight: Tensor | LowRank,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    divergence: str,
-    beta: float,
-    **options: Any,
+    input: Tensor, linear_weight: Any, teacher_input: Tensor, teacher_weight: Tensor, options: dict[str, Any]
 ) -> tuple[checks.Head, dict[str, Any]]:
     """The student's head, and what the operators take but for which rows count."""
     integration.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
@@ -175,8 +169,6 @@ def _checked(
     bias, scale = options.get("teacher_bias"), options.get("teacher_logit_scale", 1.0)
     given: dict[str, Any] = {
         "token_weights": checks.of_tokens(options.get("token_weights"), head.leading),
-        "divergence": divergence,
-        "beta": beta,
         **checks.teacher(teacher_input, teacher_weight, bias, scale, head.leading),
         **checks.scalars(head.dtype, options, "normalizer"),
         **checks.temperature(options.pop("temperature", 1.0), head.leading, head.dtype),

@@ -122,8 +122,7 @@ def linear_row_statistics(
     """
     asked = integration.check_statistics(statistics, target)
     # As the operator returns them: argmax, which has no gradient, last.
-    names = [name for name in RowStatistics._fields if name in asked and name != "argmax"]
-    names += ["argmax"] if "argmax" in asked else []
+    names = sorted({*asked}, key=[*(x for x in RowStatistics._fields if x != "argmax"), "argmax"].index)
     head = checks.head(input, linear_weight, **options)
     checks.shape("logit_weights", logit_weights, (head.size,))
     given = {

@@ -94,7 +94,6 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         raise TypeError(
             f"{name} has dtype {tensor.dtype}, which JAX does not have; convert it to one of {list(map(str, TO_JAX))}"
         )
-    _check_width(name, tensor.dtype)
     with streams.on(tensor.device) as current:
         return _import([_plain(name, tensor)], _device(tensor.device, name), current)[0]
 
@@ -104,15 +103,10 @@ def share(
 ) -> list[Any]:
     """Dense tensors on `device` as arrays, behind one event on its `current` stream; JAX's arrays among them stay.
 
-    They are for one program that takes them all, even if it does not use some (`keep_unused` of `jax.jit`).
-
-    Scalars on the CPU go to whichever device computes; 64-bit integers come as their 32-bit words, which
-    `words_to_int32` puts together. `names` are for error messages.
+    They are for one program that takes them all, even if it does not use some (`keep_unused` of `jax.jit`). Scalars on
+    the CPU go to whichever device computes. 64-bit integers come as 32-bit words, which `words_to_int32` puts together.
     """
-    plain = [
-        _words(name, _plain(name, x)) if isinstance(x, torch.Tensor) else x
-        for name, x in zip(names, given, strict=True)
-    ]
+    plain = [_plain(name, x, True) if isinstance(x, torch.Tensor) else x for name, x in zip(names, given, strict=True)]
     return _import(plain, _device(device, names[0]), current)
 
 
@@ -130,30 +124,14 @@ def run(
     return found
 
 
-def _words(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a dtype that JAX has."""
-    if tensor.dtype == torch.int64:
-        return tensor.view(torch.int32)
-    _check_width(name, tensor.dtype)
-    return tensor
-
-
 def words_to_int32(words: jax.Array) -> jax.Array:
     """Integers `[..., K]` from their low and high words `[..., 2K]`; -1 for those beyond 32 bits."""
     low, high = words[..., ::2], words[..., 1::2]
     return jnp.where(high == low >> 31, low, -1)
 
 
-def _check_width(name: str, dtype: torch.dtype) -> None:
-    if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
-        raise TypeError(
-            f"{name} has dtype {_WIDE[dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
-            "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
-        )
-
-
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor detached, as contiguous, aligned memory that JAX can take."""
+def _plain(name: str, tensor: torch.Tensor, in_words: bool = False) -> torch.Tensor:
+    """The tensor detached, as contiguous, aligned memory in a dtype that JAX has; int64 as words if that is asked."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
@@ -161,14 +139,21 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     alignment = _CPU_ALIGNMENT if tensor.is_cpu else CUDA_ALIGNMENT
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         raise ValueError(f"{name} has no memory, as where {SHARDED}")
-    return tensor.clone() if tensor.data_ptr() % alignment else tensor
+    tensor = tensor.clone() if tensor.data_ptr() % alignment else tensor
+    if in_words and tensor.dtype == torch.int64:
+        return tensor.view(torch.int32)
+    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+        raise TypeError(
+            f"{name} has dtype {_WIDE[tensor.dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
+            "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
+        )
+    return tensor
 
 
 def _import(given: Sequence[Any], to: Any, current: streams.Current | None) -> list[Any]:
     """Past `jax.dlpack.from_dlpack`, which takes eight times as long and orders each tensor on its own.
 
-    On a GPU only the first array waits for the event: whatever reads the others must read it too. An event costs the
-    host as much time as the exchange.
+    On a GPU only the first array waits for the event, which costs the host as much time as the exchange.
     """
     # Behind all that made the tensors plain.
     handle = None if current is None else streams.behind(current, to)

@@ -82,9 +82,7 @@ def behind(current: Current, jax_device: Any) -> int:
     return handle
 
 
-@functools.lru_cache
-def _foreign(handle: int, device_index: int) -> torch.cuda.ExternalStream:
-    return torch.cuda.ExternalStream(handle, device_index)
+_foreign = functools.lru_cache(torch.cuda.ExternalStream)
 
 
 def hold(tensors: Iterable[Any], current: Current | None) -> None:

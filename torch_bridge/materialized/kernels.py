@@ -8,18 +8,8 @@ import jax
 import jax.numpy as jnp
 from torch import Tensor
 
-from pallas_ce.api.integration import (
-    NO_WEIGHT,
-    Batch,
-    Head,
-    HeadSpec,
-    How,
-    Operands,
-    local_cuda,
-    materialized_refusal,
-    materialized_row_gradient,
-    materialized_row_statistics,
-)
+from pallas_ce.api import integration
+from pallas_ce.api.integration import HeadSpec, How, Operands
 from torch_bridge.dlpack import exchange
 from torch_bridge.materialized import chunks
 
@@ -62,7 +52,7 @@ class Kernels(NamedTuple):
 
 def serving(logits: Tensor, spec: HeadSpec) -> Kernels | None:
     """The kernels for rows of these logits, on a GPU that JAX has too; None where there are none."""
-    if not logits.is_cuda or local_cuda() is None or materialized_refusal("mosaic_gpu", spec):
+    if not logits.is_cuda or integration.local_cuda() is None or integration.materialized_refusal("mosaic_gpu", spec):
         return None
     by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.weight_rows
     return Kernels(spec, "mosaic_gpu") if by_row and logits.data_ptr() % exchange.CUDA_ALIGNMENT == 0 else None
@@ -79,15 +69,12 @@ def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]
 
 
 def statistics(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
-    """The statistics of each row, in the order of the names.
+    """The statistics of each row: of "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and `KEPT`.
 
-    Args:
-        kernels: how.
-        names: of "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and `KEPT`.
-        arrays: "rows", "ids" `[n]` int32, the targets, and "u" `[V']`, 0 for padding, if the mean is among the names.
+    `arrays` are "rows", "ids" `[n]` int32, the targets, and for the mean "u" `[V']`, which is 0 for padding.
     """
-    settings, operands = _call(kernels, arrays)
-    found = materialized_row_statistics(settings, frozenset(names), operands)
+    how, operands = _call(kernels, arrays)
+    found = integration.materialized_row_statistics(how, frozenset(names), operands)
     return tuple(found[name] for name in names)
 
 
@@ -96,11 +83,11 @@ def gradient(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[
     kept, cotangents = ({name: arrays[name] for name in some} for some in (KEPT, names))
     if "u" in arrays:
         kept["sum_weights"] = jnp.full_like(kept["log_sum"], arrays["u"].sum())
-    return (materialized_row_gradient(*_call(kernels, arrays), kept, cotangents),)
+    return (integration.materialized_row_gradient(*_call(kernels, arrays), kept, cotangents),)
 
 
 def _call(kernels: Kernels, arrays: Arrays) -> tuple[How, Operands]:
     u = arrays["u"][: kernels.spec.vocab_size] if "u" in arrays else None
-    head = Head(NO_WEIGHT, None, None, u, kernels.spec)
-    operands = Operands(Batch(arrays["rows"], arrays.get("ids")), head, arrays.get("valid"))
+    head = integration.Head(integration.NO_WEIGHT, None, None, u, kernels.spec)
+    operands = Operands(integration.Batch(arrays["rows"], arrays.get("ids")), head, arrays.get("valid"))
     return How(kernels.implementation, "recompute", None), operands

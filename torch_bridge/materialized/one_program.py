@@ -63,15 +63,9 @@ class _LossAndGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        kernels: Kernels,
-        what: _What,
-        inplace: bool,
-        names: tuple[str, ...],
-        depends: list[Tensor],
-        logits: Tensor,
-        *others: Tensor,
+        ctx: Any, kernels: Kernels, what: _What, inplace: bool, names: Any, depends: Any, *tensors: Tensor
     ) -> Tensor:
+        logits, *others = tensors
         # With a count of changes of its own: one of a view's would make PyTorch forget where the view comes from.
         rows = logits.data.view(-1, logits.shape[-1])
         replaces = "rows" in what[2]

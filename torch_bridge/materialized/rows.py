@@ -1,8 +1,8 @@
-"""Statistics of rows of materialized logits, and their gradient: the operator `materialized_row_statistics`.
+"""Statistics of rows of stored logits, and their gradient: the operator `materialized_row_statistics`.
 
-Rows are taken a chunk at a time. `pallas_ce`'s kernels do the work of a chunk on a Hopper GPU; elsewhere, and for a few
-rows that are left over, PyTorch does, with one copy of the chunk in float32. With z the (capped) logits,
-p = softmax(z), and cotangents g by statistic, the gradient is, rounded once,
+Rows are taken a chunk at a time, by `pallas_ce`'s kernels on a Hopper GPU. Elsewhere, and for a few rows that are left
+over, PyTorch makes one copy of the chunk in float32. With z the (capped) logits, p = softmax(z), and cotangents g by
+statistic, the gradient is, rounded once,
 
     dz_v = p_v·(g_lse - Σ_k g_log_prob[k] - g_mean·Σ_w u_w) + Σ_k [v = i_k]·g_log_prob[k] + u_v·g_mean.
 
@@ -26,21 +26,13 @@ from torch_bridge.materialized.losses import times
 
 
 class Options(NamedTuple):
-    """Static options; the operator's arguments behind the tensors.
-
-    Attributes:
-        vocab_size: V; columns from there on are padding.
-        mean: whether `mean_log_prob` is asked for, beside `lse` and `log_prob`.
-        softcap: c of `c·tanh(x/c)`, or None.
-        temperature: what divides the logits.
-        inplace: write the gradient over the logits' memory, where autograd alone follows the call.
-    """
+    """Static options; the operator's arguments behind the tensors."""
 
     vocab_size: int
-    mean: bool = False
+    mean: bool = False  # whether `mean_log_prob` is asked for, beside `lse` and `log_prob`
     softcap: float | None = None
     temperature: float = 1.0
-    inplace: bool = False
+    inplace: bool = False  # write the gradient over the logits' memory, where autograd alone follows the call
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,17 +43,11 @@ class Options(NamedTuple):
 def row_statistics(
     logits: Tensor, index: Tensor, valid: Tensor | None, mean_weights: Tensor | None, options: Options
 ) -> dict[str, Tensor]:
-    """Statistics by name, in the dtype of sums; differentiable in the logits, once.
+    """Statistics by name of N rows `[..., V']`, in the dtype of sums; differentiable in the logits, once.
 
-    A row with NaN or +inf has NaN for all, and for its gradient. One of -inf throughout has an `lse` and `log_prob` of
-    -inf, and gradient 0.
-
-    Args:
-        logits: `[..., V']`, N rows.
-        index: `[N, K]` int64 in `[0, V)`: whose `log_prob`, which is `[N, K]`.
-        valid: `[N]` bool; the statistics and gradients of other rows are 0, whatever these hold. None: all are.
-        mean_weights: `[V]`, the u of `mean_log_prob = Σ_v u_v·log p_v`; None: 1/V each.
-        options: static ones.
+    `log_prob` `[N, K]` is read at `index`, int64 in `[0, V)`. In `mean_log_prob = Σ_v u_v·log p_v` u is `mean_weights`
+    `[V]`, or 1/V each. Rows that are not `valid` `[N]` have statistics and gradients of 0, whatever they hold. A row
+    with NaN or +inf has NaN for all. One of -inf throughout has `lse` and `log_prob` -inf, and gradient 0.
     """
     first_order.reverse_mode({"logits": logits, "index": index})
     arguments = (logits, index, valid, mean_weights, *options)
@@ -81,8 +67,8 @@ def _forward(
     """The statistics; behind them what the kernels' gradient is made of `[2, N]`, and which rows have none."""
     options, logits = Options(*static), logits.detach()
     served, parts, columns = _served(logits, index, mean_weights, options)
-    found = {name: x.zero_() for name, x in _empty_statistics(logits, index, options).items()}
-    normaliser = found["lse"].new_zeros(len(kernels.KEPT), *found["lse"].shape)
+    *statistics, normaliser, _ = [x.zero_() for x in _empty(logits, index, None, None, *options)]
+    found = dict(zip(options.names, statistics, strict=True))
     for part, rows in parts:
         if served and served.serve(rows):
             if valid is None:
@@ -141,13 +127,10 @@ def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, option
     largest = largest / options.temperature
     # PyTorch's own converts as it reads.
     log_p = torch.log_softmax(z, 1, dtype=dtype)
-    found = {
-        "lse": torch.where(largest.isneginf(), largest, largest - log_p.amax(1)),
-        "log_prob": log_p.gather(1, index),
-    }
+    found = [torch.where(largest.isneginf(), largest, largest - log_p.amax(1)), log_p.gather(1, index)]
     if options.mean:
-        found["mean_log_prob"] = log_p.mean(1) if mean_weights is None else times(mean_weights, log_p).sum(1)
-    return [found[name] for name in options.names]
+        found.append(log_p.mean(1) if mean_weights is None else times(mean_weights, log_p).sum(1))
+    return found
 
 
 def _gradient(
@@ -198,15 +181,12 @@ def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> HeadSpec:
     return read_logits_spec(jax.ShapeDtypeStruct(logits.shape, TO_JAX[logits.dtype]), vocab_size or None, softcap)
 
 
-def _empty_statistics(logits: Tensor, index: Tensor, options: Options) -> dict[str, Tensor]:
-    shapes = {name: index.shape if name == "log_prob" else index.shape[:1] for name in options.names}
-    return {name: logits.new_empty(shape, dtype=wide(logits.dtype)) for name, shape in shapes.items()}
-
-
-def _forward_shapes(logits: Tensor, index: Tensor, valid: Any, mean_weights: Any, *static: Any) -> list[Tensor]:
-    statistics = _empty_statistics(logits, index, Options(*static))
-    normaliser = statistics["lse"].new_empty(len(kernels.KEPT), *index.shape[:1])
-    return [*statistics.values(), normaliser, logits.new_empty(index.shape[:1], dtype=torch.bool)]
+def _empty(logits: Tensor, index: Tensor, valid: Any, mean_weights: Any, *static: Any) -> list[Tensor]:
+    """What `_forward` fills, in shape and dtype."""
+    by_row, names = index.shape[:1], Options(*static).names
+    shapes = [index.shape if name == "log_prob" else by_row for name in names]
+    numbers = [logits.new_empty(shape, dtype=wide(logits.dtype)) for shape in (*shapes, (len(kernels.KEPT), *by_row))]
+    return [*numbers, logits.new_empty(by_row, dtype=torch.bool)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
@@ -246,7 +226,7 @@ register(
     "materialized_row_statistics",
     _forward,
     f"(Tensor logits, Tensor index, Tensor? valid, Tensor? mean_weights, {_STATIC}) -> Tensor[]",
-    _forward_shapes,
+    _empty,
 ).register_autograd(_differentiate, setup_context=_save)
 register(
     "materialized_row_statistics_backward",
