@@ -67,7 +67,7 @@ def linear_distillation(
     beta: float = 0.5,
     ignore_index: int | None = -100,
     teacher_vocab_axis: int | None = None,
-    implementation: Literal["xla", "reference"] | None = None,
+    implementation: Literal["triton", "xla", "reference"] | None = None,
     **options: Unpack[DistillationOptions],
 ) -> Checked:
     r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
@@ -81,6 +81,8 @@ def linear_distillation(
     and `loss = Σ_i w_i·divergence_i / normalizer` over the rows that count. Both heads are streamed over the vocabulary
     together: once in the forward (twice for "jsd", whose mixture needs both log-sum-exps first), once in the backward,
     which recomputes tiles of both heads' logits and makes the student's gradients. O(N) numbers are kept in between.
+    By Triton's kernels "jsd" takes one pass, too: they put the logits of a block of rows in scratch. 16-bit heads have
+    float16 logits there, each as its distance from the largest of a tile.
 
     Differentiable in `hidden`, `weight`, `bias`, `logit_scale` and `token_weights`, in reverse mode, once. The teacher
     and the temperature are constants: they get no gradient.
@@ -108,9 +110,10 @@ def linear_distillation(
         dtype: compute dtype of the student's products.
         precision: how float32 operands of the student's products are multiplied; see `linear_cross_entropy`.
         teacher_vocab_axis: by default the student's.
-        implementation: "xla" or None (any platform), or "reference" (materialised logits, any derivative).
+        implementation: "xla" or None (any platform), "triton" (kernels for NVIDIA GPUs from Ampere on), or "reference"
+            (materialised logits, any derivative).
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than both heads' logits would take (but
-            at least 1 MiB).
+            at least 1 MiB). "triton" needs a row of both heads' logits.
 
     Returns:
         Array: `[]`, or `[...]` for "none", float32 (float64 for a float64 student); 0.0 when no row counts. +inf, with
@@ -169,13 +172,12 @@ def linear_distillation(
             f"{teacher.spec.weight_rows}; where mesh_axes names vocabulary={student.mesh_axes.vocabulary}, each device "
             "has the same entries of both: pad the smaller weight, and pass vocab_size"
         )
-    streams = two_heads.streams(student.spec, teacher.spec, student.scratch_bytes)
-    for mode in (None, "recompute"):
-        streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
     checks.choice("divergence", divergence, get_args(Name))
     beta = checks.beta(beta)
     between = Divergence(divergence, beta if divergence == "jsd" else 0.5)
     student = student.decided(teacher, task="pair")
+    for mode in (None, "recompute"):  # raises where the budget is too small
+        two_heads.block_sizes(student.how, student.spec, teacher.spec, max(student.tokens, 1), mode)
     return two_heads.Pair(between, student.how), student, teacher
 
 

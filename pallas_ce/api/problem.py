@@ -187,7 +187,7 @@ class Problem:
     def decided(
         self, others: Any = (), *, task: Task = "head", arrays: Any | None = None, padded_share: HeadSpec | None = None
     ) -> Self:
-        """Decides how the call is carried out; `others` are its further arrays. See also `decide`.
+        """Decides how the call is carried out; `others` are its further arrays, a pair's teacher. See also `decide`.
 
         `arrays`, by default hidden states and weight, may know the device.
         """
@@ -206,6 +206,7 @@ class Problem:
             shards=shards_of(self.mesh_axes, self, others) if WORK[task].split else None,
             checked=bool(varying(self)),
             padded_share=padded_share,
+            teacher=others.spec if task == "pair" else None,
         )
         return dataclasses.replace(self, how=how)
 

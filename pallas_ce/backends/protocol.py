@@ -13,10 +13,12 @@ import numpy as np
 
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.statistics.logits import Distances
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import NO_GRADIENT, Arrays, PerInput, TileStep, WeightGradient
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.selection import Largest
+from pallas_ce.streaming.tiles import Columns
 
 Implementation = Literal["mosaic_gpu", "triton", "xla", "reference"]
 Mode = Literal["recompute", "in_forward"]
@@ -107,6 +109,28 @@ class Materialized(Protocol):
         """
 
 
+# `(part, filled)` -> dlogits `[n, c]` of a part's columns, 0 in those that do not count and in rows from `filled` on.
+PairDlogits = Callable[[Columns, jax.Array | None], jax.Array]
+
+
+class Pairs(Protocol):
+    """Kernels for a student's head and a teacher's, whose logits are stored for a block of rows and read together."""
+
+    def minimum_scratch(self, heads: tuple[HeadSpec, HeadSpec]) -> int:
+        """The fewest bytes `plan` can work with."""
+
+    def plan(self, heads: tuple[HeadSpec, HeadSpec], tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+        """Block sizes for the forward (`mode=None`), whose blocks have all columns, or for the recompute backward."""
+
+    def logits(self, head: Head, batch: Batch, part: Columns | None, filled: jax.Array | None) -> Distances:
+        """Logits of all columns or of a part; rows from `filled []` on are undefined."""
+
+    def recompute(
+        self, head: Head, batch: Batch, dlogits: PairDlogits, gradient: Gradient, plan: Plan, block: RowBlock
+    ) -> TileStep:
+        """As `Backend.recompute`, for the student's `dlogits`; the `gradient` has no coefficients."""
+
+
 class Backend(Protocol):
     """The functions of a backend. A `batch` is one block of n rows.
 
@@ -115,6 +139,7 @@ class Backend(Protocol):
         capabilities: see there.
         top_k: `(spec, k, scratch_bytes)` to a finder, if it has one of its own.
         materialized: kernels for materialized logits, if it has any.
+        pairs: kernels for two heads, if it has any.
         describe: `(spec, options, mode, rows)` to the kernel that makes logits of plain cross entropy for as many rows,
             for `explain`, if one does; `options` is how many of bias, scale and soft cap the head has.
     """
@@ -123,6 +148,7 @@ class Backend(Protocol):
     capabilities: Capabilities = Capabilities()
     top_k: Callable[[HeadSpec, int, int | None], TopKFinder] | None = None
     materialized: Materialized | None = None
+    pairs: Pairs | None = None
     describe: Callable[[HeadSpec, int, Mode | None, int], Launch] | None = None
 
     def on(self, platform: str | None) -> "Backend":

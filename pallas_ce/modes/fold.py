@@ -93,7 +93,9 @@ def over_rows_that_count[Out](
     """
 
     def operation(how: How, local: Local) -> tuple[Out, Arrays]:
-        of_block = functools.partial(visit, how, head=local.head)
+        def of_block(plan: Plan, rows: RowArrays, _: jax.Array | None) -> Out:
+            return visit(how, plan, rows, local.head)
+
         return by_block(local.rows, functools.partial(block_sizes, how), of_block, empty), NO_ARRAYS
 
     return streamed(how, operation, whole_head=True)(rows, head, NO_ARRAYS)[0]
@@ -102,16 +104,16 @@ def over_rows_that_count[Out](
 def by_block[Out](
     rows: RowArrays,
     block_sizes: Callable[[int], Plan],
-    visit: Callable[[Plan, RowArrays], Out],
+    visit: Callable[[Plan, RowArrays, jax.Array | None], Out],
     empty: Callable[[int], Out],
 ) -> Out:
-    """`visit` of one device's flat rows that count, block by block; `empty` in the others."""
+    """`visit` of one device's flat rows that count, and `RowBlock.filled`, block by block; `empty` in the others."""
     tokens = rows.batch.hidden.shape[0]
     if tokens == 0:
         return empty(0)
     plan, by_row = block_sizes(tokens), rows._replace(mask=None)
 
     def body(block: RowBlock, out: Out) -> Out:
-        return jax.tree.map(block.put, out, visit(plan, jax.tree.map(block.take, by_row)))
+        return jax.tree.map(block.put, out, visit(plan, jax.tree.map(block.take, by_row), block.filled))
 
-    return Rows.counted(rows.mask).blocks(tokens, plan.rows).for_each(body, empty(tokens))
+    return Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows).for_each(body, empty(tokens))

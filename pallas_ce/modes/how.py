@@ -162,6 +162,19 @@ def _share_of_head(how: How, spec: HeadSpec, _: int, padded_share: HeadSpec | No
     return None
 
 
+def refusal_of_pair(implementation: str, heads: tuple[HeadSpec, HeadSpec], scratch_bytes: int | None) -> str | None:
+    """Why an implementation cannot serve a student's head and a teacher's, as the end of a sentence; None: it can."""
+    backend = select.load(implementation)
+    if backend.pairs is None:
+        return "it has no kernels for two heads" if backend.capabilities.cuda_only else None
+    if why := next(filter(None, map(backend.refusal, heads)), None):
+        return why
+    least = backend.pairs.minimum_scratch(heads)
+    if scratch_bytes is not None and scratch_bytes < least:
+        return f"scratch_bytes={scratch_bytes} is less than the {least} bytes of one row; use 'xla'"
+    return None
+
+
 class Work(NamedTuple):
     """What depends on a call's task."""
 
@@ -195,8 +208,8 @@ WORK: dict[Task, Work] = {
         lambda name, spec, _: "it has no top-k" if name == "triton" else select.load(name).refusal(spec),
     ),
     "pair": Work(
-        ("xla", "reference"),
-        "does not serve distillation yet; choose from 'xla', 'reference' or None",
+        ("triton", "xla", "reference"),
+        "does not serve distillation; choose from 'triton', 'xla', 'reference' or None",
         split=True,
         modes=("recompute", "recompute"),
         default="xla",
@@ -218,6 +231,7 @@ def decide(
     shards: Shards | None = None,
     checked: bool = False,
     padded_share: HeadSpec | None = None,
+    teacher: HeadSpec | None = None,
 ) -> How:
     """Chooses for `tokens` rows of a head, or of logits.
 
@@ -227,7 +241,8 @@ def decide(
     its most general backend can do.
 
     `arrays` may know their device, and are `checked` if they vary over axes of a `shard_map` with `check_vma=True`. The
-    `padded_share` is the head that a device works on, where a padded vocabulary is known to be split otherwise.
+    `padded_share` is the head that a device works on, where a padded vocabulary is known to be split otherwise. The
+    `teacher` is the other head of a pair.
 
     Raises:
         ValueError: the named implementation, mode or budget cannot serve the call.
@@ -235,9 +250,15 @@ def decide(
     work = WORK[task]
     if implementation in IMPLEMENTATIONS and implementation not in work.serving:
         raise ValueError(f"implementation={implementation!r} {work.otherwise}")
+
+    def refusal(name: str) -> str | None:
+        return (
+            work.refusal(name, spec, rows) if teacher is None else refusal_of_pair(name, (spec, teacher), scratch_bytes)
+        )
+
     name, reason, default = select.select(
         work.default if implementation is None else implementation,
-        lambda name: work.refusal(name, spec, rows),
+        refusal,
         arrays,
         checked=checked or (shards is not None and shards.typed),
         slower=lambda name: select.load(name).slower(spec) if work.modes is None else None,

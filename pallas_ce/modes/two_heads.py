@@ -7,12 +7,12 @@ backward takes one more, beside the student's two products. The teacher is a con
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.protocol import Plan
+from pallas_ce.backends.protocol import Gradient, Mode, Pairs, Plan
 from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.evaluate import differentiable
@@ -24,6 +24,9 @@ from pallas_ce.parallel.shards import Local, RowArrays, Shards, psum
 from pallas_ce.statistics import divergences as pairs
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
+from pallas_ce.statistics.logits import Distances
+from pallas_ce.statistics.row import spread
+from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.gradient_products import (
     NO_ARRAYS,
     Arrays,
@@ -34,7 +37,7 @@ from pallas_ce.streaming.gradient_products import (
     put_in_sums,
 )
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Tile, Tiles
+from pallas_ce.streaming.tiles import Columns, Tile, Tiles
 
 
 class Teacher(NamedTuple):
@@ -57,9 +60,19 @@ class Pair:
     how: How
 
 
-def streams(student: HeadSpec, teacher: HeadSpec, scratch_bytes: int | None) -> Streams:
-    """Of six tiles: logits and log-probabilities of each head, their difference or slope, and the rounded dlogits."""
-    return Streams((student, teacher), scratch_bytes, 6)
+def block_sizes(how: How, student: HeadSpec, teacher: HeadSpec, tokens: int, mode: Mode | None) -> Plan:
+    """Block sizes for `tokens` rows, at least one, in the forward (`mode=None`) or in the recompute backward.
+
+    Raises:
+        ValueError: the budget cannot hold one row.
+    """
+    kernels = None if how.implementation == "reference" else how.backend.pairs
+    if kernels is None:
+        # Six tiles: logits and log-probabilities of each head, their difference or slope, and the rounded dlogits.
+        return Streams((student, teacher), how.scratch_bytes, 6).block_sizes(tokens, mode)
+    heads, what = (student, teacher), f"one row in the {mode or 'forward'} pass"
+    logits = tokens * sum(spec.vocab_size * spec.accumulator.itemsize for spec in heads)
+    return kernels.plan(heads, tokens, mode, budget(how.scratch_bytes, kernels.minimum_scratch(heads), logits, what))
 
 
 def _forward(pair: Pair, operands: Operands, *_: Any) -> tuple[jax.Array, PairStatistics]:
@@ -99,8 +112,9 @@ def _of_both(pair: Pair, operation: Callable[..., Any], operands: Operands) -> O
 Sums = tuple[jax.Array, jax.Array]
 
 
-class Block(NamedTuple):
-    """A block's rows of both heads, and the columns that the device has of them."""
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block's rows of both heads, and the columns that the device has of them; logits by XLA, tile by tile."""
 
     divergence: Divergence
     batch: Batch
@@ -109,33 +123,19 @@ class Block(NamedTuple):
     teacher: Head
     tiles: Tiles
 
-    @classmethod
-    def of(cls, divergence: Divergence, batch: Batch, hidden: jax.Array, head: Head, teacher: Head, plan: Plan) -> Self:
-        """From the rows, the teacher's `hidden` states, and the device's columns of both heads."""
-        tiles = Tiles(head.spec.vocab_size, plan.columns, head.valid_columns)
-        return cls(divergence, batch, teacher.with_low(Batch(hidden)), head, teacher, tiles)
-
     def logits(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
-        """Both heads' capped logits `[n, c]` in the student's accumulator dtype, without temperature."""
+        """Both heads' logits `[n, c]` over their temperature, in the student's accumulator dtype."""
         student = self.head.tile_logits(self.batch._replace(inverse_temperature=None), tile)
         teacher = self.teacher.tile_logits(self.teacher_batch, tile).astype(student.dtype)
-        if self.head.valid_columns is None or tile.valid is None:
-            return student, teacher
-        return jnp.where(tile.valid, student, 0.0), jnp.where(tile.valid, teacher, 0.0)  # padding may hold NaN
-
-    def log_probs(
-        self, logits: tuple[jax.Array, jax.Array], found: PairStatistics, tile: Tile
-    ) -> tuple[jax.Array, jax.Array]:
-        """`(log p, log q) [n, c]`, -inf in columns that are not valid."""
-        student, teacher = (tempered(z, self.batch.inverse_temperature) for z in logits)
-        return found.student.log_probs(student, tile.valid), found.teacher.log_probs(teacher, tile.valid)
+        if self.head.valid_columns is not None and tile.valid is not None:  # padding may hold NaN
+            student, teacher = jnp.where(tile.valid, student, 0.0), jnp.where(tile.valid, teacher, 0.0)
+        return tempered(student, self.batch.inverse_temperature), tempered(teacher, self.batch.inverse_temperature)
 
     def partial(self) -> PairPartial:
         """The statistics of these columns."""
 
         def part(tile: Tile) -> PairPartial:
-            student, teacher = (tempered(z, self.batch.inverse_temperature) for z in self.logits(tile))
-            return pairs.partial_of_tiles(self.divergence, student, teacher, tile.columns, tile.valid)
+            return pairs.partial_of_tiles(self.divergence, *self.logits(tile), tile.columns, tile.valid)
 
         return self.tiles.fold(part, functools.partial(pairs.merge_pairs, self.divergence))
 
@@ -143,9 +143,55 @@ class Block(NamedTuple):
         """The sums of "jsd" over these columns; `found` has the whole rows' normalisers."""
 
         def part(tile: Tile) -> Sums:
-            return pairs.mixture_sums(self.divergence, *self.log_probs(self.logits(tile), found, tile))
+            return pairs.mixture_sums(self.divergence, *found.log_probs(self.logits(tile), tile.valid))
 
         return self.tiles.fold(part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredBlock(Block):
+    """The logits by kernels, which store them; of all columns they are made once."""
+
+    kernels: Pairs
+    filled: jax.Array | None  # `[]`: rows from there on are undefined
+
+    def stored(self, part: Columns | None = None) -> tuple[Distances, Distances]:
+        """Both heads' logits over their temperature."""
+        inverse, batch = self.batch.inverse_temperature, self.batch._replace(inverse_temperature=None)
+        student = self.kernels.logits(self.head, batch, part, self.filled)
+        return student.times(inverse), self.kernels.logits(self.teacher, self.teacher_batch, part, self.filled).times(
+            inverse
+        )
+
+    @functools.cached_property
+    def _all(self) -> tuple[Distances, Distances]:
+        return self.stored()
+
+    def partial(self) -> PairPartial:
+        """See `Block`."""
+        return pairs.partial_of_distances(self.divergence, *self._all)
+
+    def mixture_sums(self, found: PairStatistics) -> Sums:
+        """See `Block`."""
+        return pairs.mixture_sums(self.divergence, *found.log_probs(self._all, None))
+
+
+def _block(
+    divergence: Divergence, how: How, rows: RowArrays, heads: tuple[Head, Head], plan: Plan, filled: jax.Array | None
+) -> Block:
+    """From rows with the teacher's hidden states first among the others, and the device's columns of both heads."""
+    head, teacher = heads
+    of_teacher = teacher.with_low(Batch(rows.more[0]))
+    given = (
+        divergence,
+        rows.batch,
+        of_teacher,
+        head,
+        teacher,
+        Tiles(head.spec.vocab_size, plan.columns, head.valid_columns),
+    )
+    kernels = how.backend.pairs
+    return Block(*given) if kernels is None else StoredBlock(*given, kernels, filled)
 
 
 def by_row[Out](
@@ -161,15 +207,14 @@ def by_row[Out](
     def operation(divergence: Divergence, how: How, local: Local, teacher: Head) -> tuple[Out, Arrays]:
         shards, rows, head, _ = local
 
-        def visit(plan: Plan, rows: RowArrays) -> Out:
-            hidden, known = rows.more
-            return make(shards, Block.of(divergence, rows.batch, hidden, head, teacher, plan), known)
+        def visit(plan: Plan, rows: RowArrays, counted: jax.Array | None) -> Out:
+            return make(shards, _block(divergence, how, rows, (head, teacher), plan, counted), rows.more[1])
 
         def empty(rows: int) -> Out:
             return filled(jnp.zeros(rows, head.spec.accumulator))
 
-        block_sizes = streams(head.spec, teacher.spec, how.scratch_bytes).block_sizes
-        return shards.own_rows(by_block(rows, block_sizes, visit, empty)), NO_ARRAYS
+        sizes = functools.partial(block_sizes, how, head.spec, teacher.spec, mode=None)
+        return shards.own_rows(by_block(rows, sizes, visit, empty)), NO_ARRAYS
 
     with jax.named_scope("pallas_ce.divergence"):
         rows = RowArrays(operands.batch, operands.mask, more=(of_teacher.hidden, known))
@@ -196,8 +241,7 @@ def _gradients(
     _, rows, head, _ = local
     inverse, mask = rows.batch.inverse_temperature, rows.mask
     teacher_hidden, found, cotangent = rows.more
-    of_both = streams(head.spec, teacher.spec, how.scratch_bytes)
-    plan = of_both.block_sizes(rows.batch.hidden.shape[0], "recompute")
+    plan = block_sizes(how, head.spec, teacher.spec, rows.batch.hidden.shape[0], "recompute")
     needs = needed_products(needs_grad, head.spec.rank)
     # Where the divergence is infinite no change of the logits helps: gradient 0. Where it is NaN so are the slopes.
     valid = ~jnp.isinf(found.value) if mask is None else ~jnp.isinf(found.value) & mask
@@ -208,20 +252,37 @@ def _gradients(
 
     def products(block: RowBlock) -> TileStep:
         batch, hidden, block_found = jax.tree.map(block.take, (rows.batch, teacher_hidden, found))
-        both = Block.of(divergence, batch, hidden, head, teacher, plan)
-        upstream = block.select(block.take(cotangent), 0.0)[:, None]
+        both = _block(divergence, how, RowArrays(batch, None, (hidden,)), (head, teacher), plan, None)
+        by_row = block.select(block.take(cotangent), 0.0)[:, None]
+
+        def dlogits(logits: tuple[Any, Any], valid: jax.Array | None) -> jax.Array:
+            log_p, log_q = block_found.log_probs(logits, valid)
+            slope = pairs.slope(divergence, log_p, log_q, block_found.expected)
+            upstream = by_row if slope.ndim == 2 else by_row[:, :, None]
+            made = jnp.where(upstream == 0, 0.0, upstream * slope)
+            if (cap := head.spec.softcap) is not None:
+                z = logits[0].measured_from(jnp.zeros(())) if isinstance(logits[0], Distances) else logits[0]
+                inverse = batch.inverse_temperature
+                ratio = z / (cap if inverse is None else cap * spread(inverse, z))
+                made = made * (1.0 - jnp.square(jnp.clip(ratio, -1.0, 1.0)))
+            return made
+
+        def of_part(part: Columns, filled: jax.Array | None) -> jax.Array:
+            assert isinstance(both, StoredBlock)
+            logits = dataclasses.replace(both, filled=filled).stored(part)
+            columns = part.start + jnp.arange(logits[0].stored.shape[1])
+            valid = columns < (head.spec.vocab_size if head.valid_columns is None else head.valid_columns)
+            valid = valid if part.first is None else valid & (columns >= part.first)
+            return dlogits(logits, valid).reshape(-1, columns.size)[:, : part.size]
 
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
             tile = both.tiles.tile(tile_index)
-            logits = both.logits(tile)
-            log_p, log_q = both.log_probs(logits, block_found, tile)
-            slope = pairs.slope(divergence, log_p, log_q, block_found.expected)
-            dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
-            if head.spec.softcap is not None:
-                dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
-            found = head.tile_products(batch, dlogits, tile, needs)
+            found = head.tile_products(batch, dlogits(both.logits(tile), tile.valid), tile, needs)
             return put_in_sums(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
 
-        return step
+        if not isinstance(both, StoredBlock):
+            return step
+        gradient = Gradient(coef.Coefficients(), needs=needs, factor=factor)
+        return both.kernels.recompute(head, batch, of_part, gradient, plan, block)
 
     return gradient_sums(local, head.weight.dtype, plan, needs_grad, factor, products)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.statistics.logits import present, product
+from pallas_ce.statistics.logits import Distances, present, product
 from pallas_ce.statistics.row import Partial, gap, merge, partial_of_tile
 
 Name = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -51,8 +51,11 @@ class Normaliser(NamedTuple):
     max: jax.Array
     log_sum: jax.Array
 
-    def log_probs(self, tempered: jax.Array, valid: jax.Array | None) -> jax.Array:
-        """Log-probabilities of a tile `[n, c]`, -inf in columns that are not valid."""
+    def log_probs(self, tempered: jax.Array | Distances, valid: jax.Array | None) -> jax.Array:
+        """Log-probabilities of a tile, in its shape, -inf in columns `[c]` that are not valid."""
+        if isinstance(tempered, Distances):
+            log_p = tempered.measured_from(self.max, self.log_sum)
+            return log_p if valid is None else jnp.where(valid.reshape(log_p.shape[1:]), log_p, -jnp.inf)
         log_p = tempered - self.max[:, None] - self.log_sum[:, None]
         return log_p if valid is None else jnp.where(valid[None, :], log_p, -jnp.inf)
 
@@ -69,6 +72,12 @@ class PairStatistics(NamedTuple):
     student: Normaliser  # of the student's tempered logits
     teacher: Normaliser  # and of the teacher's
     expected: jax.Array  # what the gradient subtracts: "reverse_kl": KL(p‖q), "jsd": KL(p‖m), "forward_kl": 0
+
+    def log_probs[Logits: (jax.Array, Distances)](
+        self, logits: tuple[Logits, Logits], valid: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(log p, log q)` from both heads' tempered logits, in their shape, -inf in columns that are not valid."""
+        return self.student.log_probs(logits[0], valid), self.teacher.log_probs(logits[1], valid)
 
     def with_mixture(self, value: jax.Array, expected: jax.Array) -> Self:
         """With the sums of `mixture_sums` over the whole vocabulary."""
@@ -99,6 +108,18 @@ def partial_of_tiles(
     x = x if valid is None else jnp.where(valid[None, :], x, -jnp.inf)
     x, y = gap(x, present(of_x.max)[:, None]), gap(y, present(of_y.max)[:, None])
     return PairPartial(of_student, of_teacher, product(jnp.exp(x), x - y).sum(axis=1))
+
+
+def partial_of_distances(divergence: Divergence, student: Distances, teacher: Distances) -> PairPartial:
+    """The `PairPartial` of both heads' stored logits, in one pass over them: their maxima are known."""
+    tops = [side.max.max(axis=0) for side in (student, teacher)]
+    distances = [side.measured_from(top) for side, top in zip((student, teacher), tops, strict=True)]
+    parts = [Partial(max=top, sum_exp=jnp.exp(d).sum(axis=(1, 2))) for top, d in zip(tops, distances, strict=True)]
+    cross = None
+    if divergence.name != "jsd":
+        x, y = _ordered(divergence, *distances)
+        cross = product(jnp.exp(x), x - y).sum(axis=(1, 2))
+    return PairPartial(parts[0], parts[1], cross)
 
 
 def merge_pairs(divergence: Divergence, a: PairPartial, b: PairPartial) -> PairPartial:
@@ -187,7 +208,7 @@ def over_mixture(beta: float, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.A
 
 
 def mixture_sums(divergence: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A tile's share `[n]` of "jsd" and of KL(p‖m), from `[n, c]` log-probabilities, -inf in columns not valid.
+    """A tile's share `[n]` of "jsd" and of KL(p‖m), from `[n, *c]` log-probabilities, -inf in columns not valid.
 
     Both sides' terms are added column by column: their sum is nowhere negative, so that little cancels.
     """
@@ -195,18 +216,22 @@ def mixture_sums(divergence: Divergence, log_p: jax.Array, log_q: jax.Array) -> 
     over = over_mixture(beta, log_p, log_q)
     student, teacher = (product(jnp.exp(log), x) for log, x in zip((log_p, log_q), over, strict=True))
     value = beta * teacher + (1 - beta) * student
+    if value.ndim > 2:  # as one sum, of complex numbers: XLA would store what two have in common
+        total = jax.lax.complex(value, student).sum(axis=(1, 2))
+        return total.real, total.imag
     return value.sum(axis=1), student.sum(axis=1)
 
 
 def slope(divergence: Divergence, log_p: jax.Array, log_q: jax.Array, expected: jax.Array) -> jax.Array:
-    """`db [n, c]` of the module's formulas."""
+    """`db` of the module's formulas, in the log-probabilities' shape `[n, *c]`."""
     if divergence.name == "forward_kl":
         return jnp.exp(log_p) - jnp.exp(log_q)
+    expected = jnp.expand_dims(expected, range(1, log_p.ndim))
     if divergence.name == "reverse_kl":
-        return product(jnp.exp(log_p), log_p - log_q - expected[:, None])
+        return product(jnp.exp(log_p), log_p - log_q - expected)
     beta = divergence.beta
     over, _ = over_mixture(beta, log_p, log_q)
-    return (1 - beta) * product(jnp.exp(log_p), over - expected[:, None])
+    return (1 - beta) * product(jnp.exp(log_p), over - expected)
 
 
 def largest_slope(divergence: Divergence, expected: jax.Array) -> jax.Array:

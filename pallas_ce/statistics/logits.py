@@ -1,7 +1,7 @@
 """Logits as the entries of `table` read them: a tile while streaming, or whole rows for the definitions."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,37 @@ class LogitsTile:
         return jnp.broadcast_to(
             jnp.sum(u if self.valid is None else jnp.where(self.valid, u, 0.0)), self.logits.shape[:1]
         )
+
+
+class Distances(NamedTuple):
+    """Logits `[n, c]` of neighbouring columns, in few bits: each measured from the largest of a tile.
+
+    Those near the largest, which have probability, keep their accuracy, and a tile's largest is exact.
+
+    Attributes:
+        stored: `[n, c]`, a logit less its tile's largest, in tiles of equal size; -inf where there is no column. Of a
+            tile with an infinite largest they are the logits.
+        max: `[tiles, n]` float32.
+        factor: `[n]`, to be multiplied with `stored`; `max` is its product already. None: 1.
+    """
+
+    stored: jax.Array
+    max: jax.Array
+    factor: jax.Array | None = None
+
+    def times(self, factor: jax.Array | None) -> Self:
+        """The logits times `factor [n]`, which is positive."""
+        return self if factor is None else self._replace(max=self.max * factor, factor=factor)
+
+    def measured_from(self, reference: jax.Array, further: jax.Array | float = 0.0) -> jax.Array:
+        """`z - reference_of(reference) - further`, of each row `[n]` or of all, `[n, tiles, columns]` float32.
+
+        XLA fuses whatever follows in this shape into one pass, and not in all cases if it is `[n, c]`.
+        """
+        tiles, n = self.max.shape
+        largest = (self.max - reference_of(reference) - further).T[:, :, None]
+        distance = self.stored.reshape(n, tiles, -1).astype(largest.dtype)
+        return largest + (distance if self.factor is None else self.factor[:, None, None] * distance)
 
 
 def reference_of(m: jax.Array) -> jax.Array:

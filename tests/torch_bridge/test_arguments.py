@@ -99,7 +99,7 @@ MISTAKES = [
         (ValueError, r"teacher_bias has shape \(3,\); it must be \(7,\)", {"teacher_bias": torch.ones(3)}),
         (TypeError, "row_mask has dtype torch.float32; it must be bool", {"row_mask": torch.ones(3)}),
         (ValueError, "divergence='kl' is unknown; choose from 'forward_kl'", {"divergence": "kl"}),
-        (ValueError, "implementation='triton' does not serve distillation yet", {"implementation": "triton"}),
+        (ValueError, "implementation='mosaic_gpu' does not serve distillation;", {"implementation": "mosaic_gpu"}),
         (ValueError, "reduction='max'", {"reduction": "max"}),
     ]),
     (cross_entropy, LOGITS, [

@@ -16,8 +16,8 @@ import pytest
 from pallas_ce import linear_row_statistics
 from pallas_ce.backends.triton import binding
 from pallas_ce.backends.triton.configs import Config
-from tests.pallas_ce import kernel_cases, spoilt, test_contract
-from tests.pallas_ce.cases import CASES, Sizes
+from tests.pallas_ce import kernel_cases, spoilt, test_contract, test_distillation, test_not_finite
+from tests.pallas_ce.cases import CASES, DISTILLATIONS, Sizes
 from tests.pallas_ce.checks import (
     assert_near_oracle,
     call,
@@ -83,6 +83,38 @@ def test_a_row_loss_on_every_statistic_and_its_row_inputs(backward: Any) -> None
     test_contract.test_a_row_loss_on_every_statistic_and_its_row_inputs("triton", backward, False)
 
 
+@pytest.mark.nightly(keep=1)
+def test_divergences_of_two_heads_match_the_definition() -> None:
+    """Every option of either head, masked rows and several blocks and parts among them."""
+    test_distillation.test_value_and_gradients_match_the_definition_in_float64(implementation="triton")
+
+
+@pytest.mark.nightly(keep=2)
+@pytest.mark.parametrize("scratch_bytes", [None, 60_000])
+@pytest.mark.parametrize("divergence", DISTILLATIONS)
+def test_stored_logits_are_as_accurate_as_half_of_their_bits_need(
+    divergence: Any, scratch_bytes: int | None, launched: list[str]
+) -> None:
+    """Over blocks of rows and parts of the vocabulary; each head's are made once in the value, forward and backward."""
+    sizes, options = (40, 16, 300), {"scratch_bytes": scratch_bytes, "implementation": "triton"}
+    test_distillation.assert_as_accurate_as_stored(divergence, np.float16, sizes, **options)
+    assert launched.count("head_kernel") == 6
+
+
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("side", ["hidden", "teacher_hidden"])
+@pytest.mark.parametrize("divergence", DISTILLATIONS)
+def test_a_row_with_a_nan_is_nan_in_every_gradient(divergence: Any, side: str) -> None:
+    test_not_finite.test_a_row_with_a_nan_is_nan_in_every_gradient_and_the_others_are_what_they_were(
+        divergence, "triton", side
+    )
+
+
+@pytest.mark.nightly(keep=1)
+def test_parts_of_two_heads_match_the_definition() -> None:
+    test_distillation.test_parts_that_processes_hold_match_the_definition_in_float64(implementation="triton")
+
+
 QUICK = [
     ("every option", "in_forward"),
     ("wide tiles", "statistics"),
@@ -144,7 +176,7 @@ SPOILT = [
     (name, ("triton", backward))
     for name in ("linear_cross_entropy", "linear_cross_entropy, low rank", "linear_row_statistics", "linear_loss")
     for backward in ([""] if name == "linear_row_statistics" else MODES)
-]
+] + [(f"linear_distillation, {divergence}", ("triton", "")) for divergence in DISTILLATIONS]
 
 
 @pytest.mark.parametrize(("name", "way"), SPOILT)

@@ -7,6 +7,7 @@ reduces by a rule of ours one number at a time.
 """
 
 import inspect
+import threading
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ from pallas_ce.backends.triton.configs import Choice, Config
 
 SMALL = Config(16, 32, 16)
 FLATTENED = SMALL._replace(descriptors=True)
+
+# XLA runs launches that need not wait for each other at once, and the interpreter changes Triton while it runs one.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def install(patch: pytest.MonkeyPatch, config: Config, programs: int = 3) -> None:
@@ -78,6 +82,6 @@ def _run(call: binding.Kernel, results: Any, operands: list[np.ndarray]) -> list
         outputs[names.index(binding.STORED) - len(inputs)] = inputs[names.index(binding.BEFORE)]
     given = dict(zip(names, inputs + outputs, strict=False)) | dict(call.constants)
     function = binding._function(call.function)
-    with np.errstate(all="ignore"):  # unselected terms may be inf·0
+    with _ONE_AT_A_TIME, np.errstate(all="ignore"):  # unselected terms may be inf·0
         function[(call.programs,)](**{name: given.get(name) for name in function.arg_names})
     return [x.numpy() for x in outputs]

@@ -1,5 +1,6 @@
 """The kernel compiled for every architecture of the table, without a GPU: no spilled register, and it fits."""
 
+import functools
 import itertools
 import re
 import subprocess
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_cross_entropy, linear_row_statistics
+from pallas_ce import linear_cross_entropy, linear_distillation, linear_row_statistics
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs, launch, part_products
@@ -29,7 +30,7 @@ pytest.importorskip("triton")
 MULTIPLIES = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
 
 LOSS, EVERY = frozenset({"lse", "target_logit"}), frozenset(PRIMITIVES)
-PASSES = ("forward", "stash", "dlogits")
+PASSES = ("forward", "stash", "dlogits", "logits")
 # Arrays of a head and its rows, and results of a pass, beside plain cross entropy's.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -94,6 +95,8 @@ def kernel_of(use: str, options: str, axis: int, dtype: Any, columns: int, preci
             case "stash":
                 partial, stored = launch.exponentials(head, batch, vector, names)
                 return partial(), stored
+            case "logits":
+                return launch.logits(head, batch)
         return launch.dlogits(head, batch, Gradient(entries.without(coefficients), vector))
 
     calls = jax.make_jaxpr(run)(head, batch, coefficients, vector).jaxpr.eqns
@@ -243,6 +246,21 @@ def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -
     assert not re.search(rf"\[{n},{v}\]", text)
     # Accumulators and scratch: 4 bytes for each entry of both gradients, and the default budget.
     assert program.memory_analysis().temp_size_in_bytes <= 4 * (n + v) * h + 1.1 * 2**29
+
+
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl"])
+def test_programs_of_two_heads_read_stored_logits_without_storing_more(divergence: Any) -> None:
+    """XLA fuses all that it makes of them into passes over the two, in float32 stored nowhere."""
+    n, v, h = 16384, 131072, 4096
+    given = h200.arrays(
+        ((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((n, 2 * h), jnp.bfloat16), ((v, 2 * h), jnp.bfloat16)
+    )
+    loss = functools.partial(linear_distillation, divergence=divergence, implementation="triton")
+    for program in (loss, jax.value_and_grad(loss, (0, 1))):
+        compiled, _ = h200.compile_for_h200(program, *given)
+        assert compiled.memory_analysis().temp_size_in_bytes <= 2**29
+        assert compiled.as_text().count('"triton_kernel_call_ffi"') == (2 if program is loss else 6)
 
 
 @pytest.mark.nightly(keep=1)

@@ -11,9 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_ce import linear_distillation
 from pallas_ce.backends.triton import binding, configs
+from tests.pallas_ce import test_distillation
 from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, assert_near_oracle, library_results
+from tests.pallas_ce.kernel_cases import BFLOAT16
 from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
+from tests.pallas_ce.streamed import two_heads
 from tests.pallas_ce.sums import LOSS_SCALES, ON_GPU, PARTS, assert_adds, drawn_in_parts
 from tests.pallas_ce.test_on_gpu import narrow
 
@@ -58,6 +62,27 @@ def test_launches_in_a_captured_graph_give_the_same_bits_each_time(backward: Any
     assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
     run = jax.jit(lambda: library_results(p, "triton", backward, scratch_bytes=2**24))
     first, *others = (jax.tree.map(np.asarray, run()) for _ in range(5))
+    for other in others:
+        assert all(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(other)))
+
+
+@pytest.mark.parametrize("divergence", test_distillation.DIVERGENCES)
+def test_two_heads_of_a_real_size_match_the_definition(divergence: Any) -> None:
+    """In two blocks of rows; XLA's own, which stores nothing, within the same bounds."""
+    for name in ("triton", "xla"):
+        test_distillation.assert_as_accurate_as_stored(divergence, BFLOAT16, (1024, 4096, 131072), implementation=name)
+
+
+def test_two_heads_with_any_options() -> None:
+    test_distillation.test_value_and_gradients_match_the_definition_in_float64(implementation="triton")
+
+
+@pytest.mark.parametrize("divergence", test_distillation.DIVERGENCES)
+def test_divergences_have_the_same_bits_each_time(divergence: Any) -> None:
+    given = two_heads(0, 3000, 256, 20000, teacher_h=512)
+    arrays = {name: x.astype(BFLOAT16) for name, x in given.items()}
+    run = jax.jit(jax.grad(lambda a: linear_distillation(**a, divergence=divergence, implementation="triton")))
+    first, *others = (jax.tree.map(np.asarray, run(arrays)) for _ in range(5))
     for other in others:
         assert all(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(other)))
 

@@ -41,11 +41,20 @@ def test_float64_and_other_precisions_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_either_of_two_heads_may_be_refused() -> None:
+    heads: Any = (HIDDEN, WEIGHT, HIDDEN, WEIGHT)
+    with jax.enable_x64(True), pytest.raises(ValueError, match="not float64; use 'xla'"):
+        linear_distillation(*heads[:2], *(x.astype(jnp.float64) for x in heads[2:]), **NAMED)
+    with pytest.raises(ValueError, match=r"scratch_bytes=900 is less than the \d+ bytes of one row; use 'xla'"):
+        linear_distillation(*heads, scratch_bytes=900, **NAMED)
+    with pytest.raises(ValueError, match="'mosaic_gpu' does not serve distillation; choose from 'triton', 'xla'"):
+        linear_distillation(*heads, implementation="mosaic_gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("hopper")
 def test_what_has_no_kernel_of_its_own_is_not_done_by_another_under_its_name() -> None:
     with pytest.raises(ValueError, match="'triton' has no top-k: use 'xla'"):
         jax.eval_shape(lambda *arrays: top_k(*arrays, k=2, **NAMED), HIDDEN, WEIGHT)
-    with pytest.raises(ValueError, match="'triton' does not serve distillation yet"):
-        linear_distillation(HIDDEN, WEIGHT, HIDDEN, WEIGHT, **NAMED)
     with pytest.raises(ValueError, match="'triton' does not serve materialized logits"):
         cross_entropy(HIDDEN, LABELS, **NAMED)
 

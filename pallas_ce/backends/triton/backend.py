@@ -1,6 +1,7 @@
 """The Triton backend: logits by one kernel, gradient products by XLA or another; see `protocol.Backend`."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,17 @@ import numpy as np
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
 from pallas_ce.backends.kernel_backend import KernelBackend
-from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
+from pallas_ce.backends.protocol import Gradient, Launch, Mode, PairDlogits, Pairs, Plan
 from pallas_ce.backends.triton import binding, configs, launch
-from pallas_ce.backends.triton.block import TritonBlock
+from pallas_ce.backends.triton.block import StudentBlock, TritonBlock
 from pallas_ce.backends.triton.configs import Use
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
+from pallas_ce.statistics.logits import Distances
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
+from pallas_ce.streaming.gradient_products import TileStep
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import equal_parts, shrink
+from pallas_ce.streaming.tiles import Columns, equal_parts, shrink
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -57,10 +60,45 @@ _STEP = 256
 _USES: dict[Mode | None, Use] = {None: "forward", "in_forward": "stash", "recompute": "dlogits"}
 
 
+Heads = tuple[HeadSpec, HeadSpec]
+
+
+class TritonPairs(Pairs):
+    """See `protocol.Pairs`. A tile's largest logits and the distances from them are stored; XLA reads both heads'."""
+
+    def minimum_scratch(self, heads: Heads) -> int:
+        """A row with all columns, or in the backward with the fewest."""
+        columns = heads[0].vocab_size
+        return max(
+            _scratch_of_pair(heads, None, 1, columns), _scratch_of_pair(heads, "recompute", 1, min(_STEP, columns))
+        )
+
+    def plan(self, heads: Heads, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+        """As many rows as fit, with all columns; in the backward all rows if that leaves columns enough."""
+        columns, scratch = heads[0].vocab_size, functools.partial(_scratch_of_pair, heads, mode)
+        if mode is not None:
+            return _recompute_plan(heads[0], tokens, scratch_bytes, scratch, min(_STEP, columns))
+        fixed = scratch(0, columns)
+        rows = min(tokens, _down((scratch_bytes - fixed) // (scratch(1, columns) - fixed)))
+        return Plan(rows, columns, scratch(rows, columns), columns, skips_rows=True)
+
+    def logits(self, head: Head, batch: Batch, part: Columns | None, filled: jax.Array | None) -> Distances:
+        """One launch."""
+        return launch.logits(head.on_gpu(), batch, part, filled)
+
+    def recompute(
+        self, head: Head, batch: Batch, dlogits: PairDlogits, gradient: Gradient, plan: Plan, block: RowBlock
+    ) -> TileStep:
+        """The products as after one head's dlogits."""
+        batch = batch._replace(hidden=batch.hidden.astype(head.spec.dtype))
+        return StudentBlock(head.on_gpu(), batch, block.filled, dlogits).step(gradient, [], plan, block)
+
+
 class TritonBackend(KernelBackend):
     """See `protocol.Backend`."""
 
     name = "triton"
+    pairs = TritonPairs()
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Float64, precisions that the kernel has not, and devices without an entry in the table."""
@@ -141,17 +179,23 @@ def _device_refusal() -> str | None:
     )
 
 
-def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
+def _recompute_plan(
+    spec: HeadSpec,
+    tokens: int,
+    scratch_bytes: int,
+    scratch: Callable[..., int] | None = None,
+    least_columns: int = 1,
+) -> Plan:
     """All rows if that leaves columns enough, in parts of nearly equal size."""
-    scratch = functools.partial(_scratch, spec, "recompute")
+    scratch = scratch or functools.partial(_scratch, spec, "recompute")
     whole = functools.partial(scratch, tokens, several=False)
     most = min(spec.vocab_size, _RECOMPUTE_COLUMNS)
-    fitting = min(most, (scratch_bytes - whole(0)) // (whole(1) - whole(0)))
+    fitting = min(most, _STEP * (scratch_bytes - whole(0)) // (whole(_STEP) - whole(0)))
     fitting = min(fitting, max(_LEAST_COLUMNS, _RECOMPUTE_BYTES // (spec.dtype.itemsize * tokens)))
     if fitting >= min(most, _LEAST_COLUMNS):
         rows, columns = tokens, fitting
     else:
-        rows, columns = shrink(tokens, most, scratch, scratch_bytes)
+        rows, columns = shrink(tokens, most, scratch, scratch_bytes, least_columns)
     if columns < spec.vocab_size:
         columns = _of_parts(spec, rows, columns)
     return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
@@ -193,3 +237,15 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, seve
     blocks = -(-v // min(choice.config.columns for choice in configs.choices(spec, binding.capability())))
     total = term + narrow * rows * size + _PARTIAL_FIELDS * wide * blocks * rows
     return total if mode is None else total + narrow * rows * v + (narrow + wide) * rows * size
+
+
+def _scratch_of_pair(heads: Heads, mode: Mode | None, rows: int, columns: int, *, several: bool = True) -> int:
+    """Likewise of two heads: the logits of both, in whole tiles, and where there are `several` blocks their rows."""
+    total = 0 if mode is None else _scratch(heads[0], mode, rows, columns, several=several)
+    for spec in heads:
+        tile = min(choice.config.columns for choice in configs.choices(spec, binding.capability()))
+        stored = spec.dtype.itemsize * (-(-columns // _STEP) * _STEP + several * spec.hidden_size)
+        of_tiles = spec.accumulator.itemsize * -(-columns // tile)
+        term = spec.dtype.itemsize * launch.padded_rank(spec.rank) * (rows + spec.vocab_size)
+        total += rows * (stored + of_tiles) + term
+    return total

@@ -4,6 +4,7 @@ In recompute an in-place kernel also leaves out rows that do not count. XLA make
 descriptors cannot stand for the arrays, or sums are not of their shape.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.kernel_backend import KernelBlock
-from pallas_ce.backends.protocol import Gradient, Plan
+from pallas_ce.backends.protocol import Gradient, PairDlogits, Plan
 from pallas_ce.backends.triton import binding, configs, launch, part_products
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
@@ -86,7 +87,8 @@ class TritonBlock(KernelBlock):
                 return in_place(index, hidden_sum, weight_sum)
             # The last tile begins early, and an earlier one counts there.
             first, tile = jnp.int32(index) * size, Tiles(spec.vocab_size, size, head.valid_columns).tile(index)
-            dz = entries.put_among(launch.dlogits(head, batch, gradient, tile), exact, tile.start, first, size)
+            dz = dataclasses.replace(self, valid_rows=None).dlogits(gradient, tile)  # products read all rows
+            dz = entries.put_among(dz, exact, tile.start, first, size)
             found = head.tile_products(batch, dz, tile, gradient.needs._replace(weight=False))
             if weight_sum is None:
                 for_weight = None
@@ -98,3 +100,16 @@ class TritonBlock(KernelBlock):
             return found._replace(hidden=block.add(hidden_sum, found.hidden), weight=for_weight)
 
         return part_step
+
+
+@dataclasses.dataclass(frozen=True)
+class StudentBlock(TritonBlock):
+    """The student's of two heads, whose dlogits XLA makes of both heads' logits."""
+
+    made: PairDlogits
+
+    def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
+        """A part's."""
+        del gradient, into
+        assert part is not None
+        return self.made(part, self.valid_rows).astype(self.head.spec.dtype)

@@ -30,7 +30,7 @@ class Config(NamedTuple):
         return -(-rows // self.rows) * -(-columns // self.columns)
 
 
-Use = Literal["forward", "stash", "dlogits"]
+Use = Literal["forward", "stash", "dlogits", "logits"]
 
 
 class Choice(NamedTuple):
@@ -56,7 +56,7 @@ _TALL = Config(256, 128, 64, descriptors=True)
 _UNALIGNED = Choice(_SMALL_POINTERS, aligned=False)
 _AMPERE = (Choice(_WIDE_POINTERS, 1), Choice(_SQUARE_POINTERS, 6, aligned=False), _UNALIGNED)
 _HOPPER = (
-    Choice(_WIDE, 3, ("forward", "dlogits")),
+    Choice(_WIDE, 3, ("forward", "dlogits", "logits")),
     Choice(_TALL, 3, ("stash",)),
     Choice(_SQUARE, 6),
     Choice(_SMALL),

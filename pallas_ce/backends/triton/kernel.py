@@ -10,6 +10,8 @@ A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never
   the same inputs give the same bits.
 * *exponentials*, `e^{z-reference}` in the operands' dtype, for the in-forward mode; see `backends.exponentials`.
 * *dlogits*, recomputed, by the formula of `statistics.gradient`, in the operands' dtype.
+* *distances*, `z-m` from the tile's maxima, for two heads whose logits XLA compares. In float16 the farthest are its
+  least finite number, and -inf stays.
 
 XLA adds single entries of a row, its targets' and its largest; see `backends.entries`.
 
@@ -35,6 +37,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FARTHEST = tl.constexpr(-200.0)
+LEAST_FLOAT16 = tl.constexpr(-65504.0)
 TINY = tl.constexpr(2.0**-126)
 
 
@@ -96,7 +99,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
     sum_exp_deviation_sq,
     weighted_sum,
     argmax,
-    stored,  # [ROWS, COLUMNS], exponentials or dlogits
+    stored,  # [ROWS, COLUMNS], exponentials, dlogits or distances
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     VOCABULARY: tl.constexpr,
@@ -272,7 +275,14 @@ def head_kernel(  # type: ignore[no-untyped-def]
                 tl.store(weighted_sum + part, tl.sum(weighted, axis=1), mask=has_row)
 
         if stored is not None:
-            kept = (z if GRADIENT else e).to(stored.dtype.element_ty)
+            if not GRADIENT:
+                if sum_exp is not None:
+                    z = e
+                elif stored.dtype.element_ty == tl.float16:
+                    z = tl.where(z == float("-inf"), z, larger(measured, LEAST_FLOAT16))
+                else:
+                    z = measured
+            kept = z.to(stored.dtype.element_ty)
             if STORES:
                 stored_tiles.store([row, column], kept)
             else:

@@ -14,6 +14,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
+from pallas_ce.statistics.logits import Distances
 from pallas_ce.statistics.row import Partial, add, fields_of, joined, merge
 from pallas_ce.streaming.tiles import Columns, pad
 
@@ -105,6 +106,24 @@ def dlogits(
     columns = head.spec.vocab_size if part is None else part.size
     outputs = {binding.STORED: jax.ShapeDtypeStruct((batch.hidden.shape[0], columns), head.spec.dtype)}
     return _run(head, batch, config, inputs, outputs, rows, part=part, gradient=True)[binding.STORED]
+
+
+def logits(head: Head, batch: Batch, part: Columns | None = None, rows: jax.Array | None = None) -> Distances:
+    """Of all columns or a part's, in whole tiles, -inf behind the vocabulary; about `rows []` are worked on.
+
+    A part begins at a multiple of tiles.
+    """
+    config, n = _config(head, batch, "logits", ("max", binding.STORED), part), batch.hidden.shape[0]
+    part = part or Columns(0, head.spec.vocab_size)
+    tiles = -(-part.size // config.columns)
+    part = Columns(part.start, tiles * config.columns)
+    dtype = jnp.float16 if head.spec.dtype.itemsize == 2 else jnp.float32
+    outputs = {
+        "max": jax.ShapeDtypeStruct((tiles, n), jnp.float32),
+        binding.STORED: jax.ShapeDtypeStruct((n, part.size), dtype),
+    }
+    found = _run(head, batch, config, {}, outputs, rows, part=part)
+    return Distances(found[binding.STORED], found["max"])
 
 
 def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Columns | None = None) -> Config:
