@@ -5,6 +5,8 @@ Sections, each a result file:
     log_probs  log-probability and entropy: forward, and forward+backward with different upstream weights for the two
     top_k      the 64 largest logits of each row and their log-probabilities
     given      cross entropy of logits at hand and its gradient, in their buffer ("donated") and not, at 8192 × 131072
+    distillation  each divergence of two heads by Triton and by XLA, and with the student's gradients ("both"): as a
+               ratio to the two products of their logits, and to six; also with a teacher of twice the width, N 8192
 
 The first two at N 16384, V 131072, H 4096 in bfloat16, timed on the device in turn with the bare matrix products:
 forwards as a ratio to the product `hidden·weightᵀ`, forward+backward to that and the two gradient products.
@@ -18,10 +20,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.programs import Program, Shape, both, of_logits
+from experiments.bench.programs import (
+    FORWARD,
+    Program,
+    Shape,
+    bare,
+    both,
+    for_hidden,
+    for_weight,
+    inputs,
+    of_logits,
+)
 from experiments.bench.sections import Case, Serve
-from experiments.bench.timing import back_to_back, in_turn, temporary_mib
-from pallas_ce import cross_entropy, linear_log_probs, linear_top_k
+from experiments.bench.timing import back_to_back, compiled_in_turn, in_turn, temporary_mib
+from pallas_ce import cross_entropy, linear_distillation, linear_log_probs, linear_top_k
 from pallas_ce.backends.protocol import Implementation
 
 _SHAPE = (16384, 131072, 4096)
@@ -110,8 +122,53 @@ def measure_stored(shape: Shape, contenders: dict[str, Program], rounds: int) ->
     return {"n": n, "v": v, "copy_bytes_per_second": copied, "results": found}
 
 
+_COMPILED_AT_ONCE = 4
+
+
+def distillation(serve: Serve, _: Shape) -> dict[str, Program]:
+    """Each divergence `(hidden, weight, teacher_hidden, teacher_weight) -> ...`, and with the student's gradients."""
+    found: dict[str, Program] = {}
+    for name in ("triton", "xla"):
+        for divergence in ("forward_kl", "reverse_kl", "jsd"):
+            chosen: Any = {"divergence": divergence, "implementation": serve(name)}
+            loss = functools.partial(linear_distillation, **chosen)
+            found |= {f"{FORWARD} {divergence} {name}": loss, f"both {divergence} {name}": both(loss)}
+    return found
+
+
+def measure_pairs(width: int, shape: Shape, contenders: dict[str, Program], rounds: int) -> dict[str, Any]:
+    """Times and memory beside the bare products of both heads, in turn; the teacher is `width` times as wide.
+
+    Of `two` products, student's and teacher's logits, and of `six`, those twice and the student's gradients, `ms` are
+    sums; a `ratio` is to the former for names that begin with "forward", else to the latter.
+    """
+    n, v, h = shape
+    student, (states, *others) = inputs(n, v, h), inputs(n, v, width * h)
+    teacher = (states[::-1], *others)  # another distribution, also in equal widths
+    stored = jax.random.normal(jax.random.key(3), (n, v), jnp.bfloat16)
+    products: dict[str, tuple[Program, tuple[Any, ...]]] = {
+        "student": (bare, student),
+        "teacher": (bare, teacher),
+        "for_hidden": (for_hidden, (*student[:2], stored)),
+        "for_weight": (for_weight, (*student[:2], stored)),
+    }
+    programs = {name: program for name, (program, _) in products.items()} | contenders
+    arguments = {name: given for name, (_, given) in products.items()}
+    arguments |= dict.fromkeys(contenders, (*student[:2], *teacher[:2]))
+    found = compiled_in_turn(programs, arguments, rounds, _COMPILED_AT_ONCE)
+    two = found["student"]["ms"] + found["teacher"]["ms"]
+    six = 2 * two + found["for_hidden"]["ms"] + found["for_weight"]["ms"]
+    for name in contenders:
+        found[name]["ratio"] = found[name]["ms"] / (two if name.startswith(FORWARD) else six)
+    return {"n": n, "v": v, "h": h, "teacher_h": width * h, "two_ms": two, "six_ms": six, "results": found}
+
+
 SECTIONS = {
     "log_probs": [Case("log_probs", _SHAPE, log_probs)],
     "top_k": [Case("top_k", _SHAPE, top_k)],
     "given": [Case("given", (8192, 131072, 1), of_stored, measure_stored)],
+    "distillation": [
+        Case("equal widths", _SHAPE, distillation, functools.partial(measure_pairs, 1)),
+        Case("a teacher of twice the width", (8192, *_SHAPE[1:]), distillation, functools.partial(measure_pairs, 2)),
+    ],
 }

@@ -37,6 +37,7 @@ def dry_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
         pytest.param("gpu_head", list(SECTIONS), False, marks=pytest.mark.nightly),
         ("gpu_losses", ["log_probs", "top_k"], False),
         ("gpu_losses", ["given"], True),
+        pytest.param("gpu_losses", ["distillation"], True, marks=pytest.mark.nightly),
         ("paper_table", [], False),
         ("cpu_head", [], True),
     ],
