@@ -17,6 +17,8 @@ from flax_modules._head import HeadCalls, described_by
 from flax_modules._multi_token import Heads, MultiTokenCalls, read_heads
 from pallas_ce import LowRank, linear_cross_entropy
 
+__all__ = ["LossHead", "MultiTokenLossHead"]
+
 
 class ConstructorSignature:
     """The `__signature__` of a class, from its `__init__`.

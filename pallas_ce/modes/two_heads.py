@@ -259,13 +259,13 @@ def _gradients(
             log_p, log_q = block_found.log_probs(logits, valid)
             slope = pairs.slope(divergence, log_p, log_q, block_found.expected)
             upstream = by_row if slope.ndim == 2 else by_row[:, :, None]
-            made = jnp.where(upstream == 0, 0.0, upstream * slope)
+            made = upstream * slope
             if (cap := head.spec.softcap) is not None:
                 z = logits[0].measured_from(jnp.zeros(())) if isinstance(logits[0], Distances) else logits[0]
                 inverse = batch.inverse_temperature
                 ratio = z / (cap if inverse is None else cap * spread(inverse, z))
                 made = made * (1.0 - jnp.square(jnp.clip(ratio, -1.0, 1.0)))
-            return made
+            return jnp.where(upstream == 0, 0.0, made)  # whatever a row holds that does not count, its temperature too
 
         def of_part(part: Columns, filled: jax.Array | None) -> jax.Array:
             assert isinstance(both, StoredBlock)

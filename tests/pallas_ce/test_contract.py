@@ -167,10 +167,11 @@ def _weighted(s: RowStatistics, weights: dict[str, Any]) -> Any:
 def test_a_summed_loss_of_any_statistics_matches_the_oracle(
     p: Problem, data: Any, implementation: str, backward: Any
 ) -> None:
-    """Float64 is served in float64."""
+    """Float64 is served in float64, if at all."""
     names = data.draw(st.lists(st.sampled_from(DIFFERENTIABLE), min_size=1, max_size=4, unique=True))
     n, v = p.labels.shape[0], p.options.get("vocab_size", p.arrays["weight"].shape[0])
-    wide, reduction = data.draw(st.booleans()), data.draw(st.sampled_from(["sum", "mean"]))
+    wide = implementation not in ("triton", "mosaic_gpu") and data.draw(st.booleans())
+    reduction = data.draw(st.sampled_from(["sum", "mean"]))
     budget = data.draw(st.sampled_from([None, 20])) if implementation == "xla" else None
     budget = budget and (1 + wide) * small_scratch(p, budget)
     rng, dtype, unit = np.random.default_rng(1), np.float64 if wide else np.float32, 1e-6 if wide else 1.0
