@@ -67,10 +67,10 @@ def test_launches_in_a_captured_graph_give_the_same_bits_each_time(backward: Any
 
 
 @pytest.mark.parametrize("divergence", test_distillation.DIVERGENCES)
-def test_two_heads_of_a_real_size_match_the_definition(divergence: Any) -> None:
-    """In two blocks of rows; XLA's own, which stores nothing, within the same bounds."""
+def test_two_heads_of_a_real_vocabulary_match_the_definition(divergence: Any) -> None:
+    """In two blocks of rows; XLA's own, which stores nothing, within the same bounds. Narrow: the oracle is NumPy's."""
     for name in ("triton", "xla"):
-        test_distillation.assert_as_accurate_as_stored(divergence, BFLOAT16, (1024, 4096, 131072), implementation=name)
+        test_distillation.assert_as_accurate_as_stored(divergence, BFLOAT16, (1024, 256, 131072), implementation=name)
 
 
 def test_two_heads_with_any_options() -> None:
