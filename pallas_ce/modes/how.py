@@ -189,6 +189,7 @@ class Work(NamedTuple):
         None,
         None,
     )  # by row, and of a sum; None: by what the scratch holds
+    default: str | None = None  # the implementation without a name; None: the fastest for the device
 
 
 WORK: dict[Task, Work] = {
@@ -211,6 +212,7 @@ WORK: dict[Task, Work] = {
         "does not serve distillation; choose from 'triton', 'xla', 'reference' or None",
         split=True,
         modes=("recompute", "recompute"),
+        default="xla",
     ),
 }
 
@@ -254,16 +256,12 @@ def decide(
             work.refusal(name, spec, rows) if teacher is None else refusal_of_pair(name, (spec, teacher), scratch_bytes)
         )
 
-    def slower(name: str) -> str | None:
-        heads = (spec, teacher) if teacher is not None else (spec,) if work.modes is None else ()
-        return next(filter(None, map(select.load(name).slower, heads)), None)
-
     name, reason, default = select.select(
-        implementation,
+        work.default if implementation is None else implementation,
         refusal,
         arrays,
         checked=checked or (shards is not None and shards.typed),
-        slower=slower,
+        slower=lambda name: select.load(name).slower(spec) if work.modes is None else None,
     )
     if name == "reference":
         if backward != "auto":
