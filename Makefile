@@ -66,7 +66,7 @@ wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 release: wheel  ## build what a release publishes, where tag, version and changelog agree (TAG=v0.2.0)
 	@$(PY) tools/check_release.py dist
 
-# Of Triton's table, an architecture times a kind of call, a fourth: each kind on several architectures.
+# Of Triton's table, an architecture times a kind of call, a fifth: each kind on several architectures.
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
 test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples

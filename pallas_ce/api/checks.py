@@ -209,7 +209,7 @@ def _scalar_or_by_row(
     """From `low` to `high`, or with `zero` 0. The range of an array is checked only where that costs no transfer."""
     number, many = is_plain(value) and not isinstance(value, bool), isinstance(value, np.ndarray)
     if number or many:
-        fits = (value >= low) & (value <= high) | (zero & (value == 0))
+        fits = (value >= low) & (value <= high) & (value > 0) | (zero & (value == 0))  # float32 has no smallest float64
         if not (fits.all() if many else fits):
             first = np.asarray(value)[~np.asarray(fits)].flat[0] if many else value
             raise ValueError(f"{name}={shown(first) if isinstance(first, int) else f'{first:g}'} must be {words}")

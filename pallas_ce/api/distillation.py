@@ -82,7 +82,8 @@ def linear_distillation(
     together: once in the forward (twice for "jsd", whose mixture needs both log-sum-exps first), once in the backward,
     which recomputes tiles of both heads' logits and makes the student's gradients. O(N) numbers are kept in between.
     By Triton's kernels "jsd" takes one pass, too: they put the logits of a block of rows in scratch. 16-bit heads have
-    float16 logits there, each as its distance from the largest of a tile.
+    float16 logits there, each as its distance from the largest of a tile, up to 65,504, so that small divergences lose
+    digits.
 
     Differentiable in `hidden`, `weight`, `bias`, `logit_scale` and `token_weights`, in reverse mode, once. The teacher
     and the temperature are constants: they get no gradient.
@@ -186,7 +187,8 @@ def read_of_part(*, parts: Any = None, sums: Any = None, **arguments: Any) -> An
     pair, student, teacher = inspect.unwrap(linear_distillation)(**arguments)
     if pair.how.mode is None:
         raise ValueError(
-            f"implementation={student.implementation!r} does not know parts of a vocabulary; choose 'xla' or None"
+            f"implementation={student.implementation!r} does not know parts of a vocabulary; "
+            "choose 'xla', 'triton' or None"
         )
     return pair, student, teacher, parts, sums
 

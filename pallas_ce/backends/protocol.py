@@ -5,7 +5,7 @@ differentiation or sharding: the modes in `modes/` bring rows block by block and
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
@@ -122,8 +122,10 @@ class Pairs(Protocol):
     def plan(self, heads: tuple[HeadSpec, HeadSpec], tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
         """Block sizes for the forward (`mode=None`), whose blocks have all columns, or for the recompute backward."""
 
-    def logits(self, head: Head, batch: Batch, part: Columns | None, filled: jax.Array | None) -> Distances:
-        """Logits of all columns or of a part; rows from `filled []` on are undefined."""
+    def logits(
+        self, heads: Sequence[Head], batches: Sequence[Batch], part: Columns | None, filled: jax.Array | None
+    ) -> list[Distances]:
+        """Each head's logits of all columns or of a part, in the same tiles; rows from `filled []` on are undefined."""
 
     def recompute(
         self, head: Head, batch: Batch, dlogits: PairDlogits, gradient: Gradient, plan: Plan, block: RowBlock

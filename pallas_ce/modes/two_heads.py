@@ -1,7 +1,7 @@
 """Divergences of two heads' rows, streamed together; the backward recomputes tiles of both and differentiates one.
 
-The forward takes one pass over both heads, or two where the log-sum-exps are needed first, and keeps O(tokens). The
-backward takes one more, beside the student's two products. The teacher is a constant.
+The forward takes one pass over both heads, or two where the log-sum-exps are needed first and no kernel stores logits,
+and keeps O(tokens). The backward takes one more, beside the student's two products. The teacher is a constant.
 """
 
 import dataclasses
@@ -158,10 +158,9 @@ class StoredBlock(Block):
     def stored(self, part: Columns | None = None) -> tuple[Distances, Distances]:
         """Both heads' logits over their temperature."""
         inverse, batch = self.batch.inverse_temperature, self.batch._replace(inverse_temperature=None)
-        student = self.kernels.logits(self.head, batch, part, self.filled)
-        return student.times(inverse), self.kernels.logits(self.teacher, self.teacher_batch, part, self.filled).times(
-            inverse
-        )
+        batches = batch, self.teacher_batch
+        student, teacher = self.kernels.logits((self.head, self.teacher), batches, part, self.filled)
+        return student.times(inverse), teacher.times(inverse)
 
     @functools.cached_property
     def _all(self) -> tuple[Distances, Distances]:

@@ -187,6 +187,7 @@ OF_ONE: dict[str, list[Row]] = {
         *(({"top_p": x}, ValueError, f"top_p={x} must be above 0 and at most 1") for x in (0, -0.1, 1.5, NAN)),
         *(({"min_p": x}, ValueError, f"min_p={x} must be at least 0 and at most 1") for x in (-0.1, 1.5, NAN)),
         ({"top_p": np.float32([0.5, 2, 1, 1])}, ValueError, "top_p=2 must be above 0"),
+        ({"top_p": np.float32([0.5, 0, 1, 1])}, ValueError, "top_p=0 must be above 0"),
         ({"top_p": np.ones(3)}, ValueError, r"top_p has shape \(3,\); it must be a scalar or have hidden's leading"),
         ({"min_p": np.ones(4, int)}, TypeError, "min_p has dtype int32; it must be a floating dtype"),
         ({"top_p": "0.9"}, TypeError, "top_p is a str"),

@@ -3,6 +3,7 @@
 Other backends share the drawn problems and most tests.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_row_statistics
-from pallas_ce.backends.triton import binding
-from pallas_ce.backends.triton.configs import Config
+from pallas_ce.backends.triton import binding, configs
+from pallas_ce.backends.triton.configs import Choice, Config
 from tests.pallas_ce import kernel_cases, spoilt, test_contract, test_distillation, test_not_finite
 from tests.pallas_ce.cases import CASES, DISTILLATIONS, Sizes
 from tests.pallas_ce.checks import (
@@ -78,14 +79,14 @@ def test_a_summed_loss_of_any_statistics_matches_the_oracle(backward: Any) -> No
 
 
 @pytest.mark.nightly(keep=1)
-@both_modes
-def test_a_row_loss_on_every_statistic_and_its_row_inputs(backward: Any) -> None:
-    test_contract.test_a_row_loss_on_every_statistic_and_its_row_inputs("triton", backward, False)
-
-
-@pytest.mark.nightly(keep=1)
-def test_divergences_of_two_heads_match_the_definition() -> None:
-    """Every option of either head, masked rows and several blocks and parts among them."""
+def test_divergences_of_two_heads_match_the_definition(tiles: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option of either head, masked rows and several blocks and parts among them; options make tiles narrower."""
+    by_pointers = tiles._replace(descriptors=False)
+    for name, value in (("NARROW", configs.NARROW), ("_EXACT", configs._EXACT)):
+        plain = [Choice(x, 3, aligned=x.descriptors) for x in dict.fromkeys((tiles, by_pointers))]
+        others = [choice._replace(config=choice.config._replace(columns=16), room=math.inf) for choice in plain]
+        choices = (*plain, *others)
+        monkeypatch.setattr(configs, name, dict.fromkeys(value, choices) if isinstance(value, dict) else choices)
     test_distillation.test_value_and_gradients_match_the_definition_in_float64(implementation="triton")
 
 

@@ -96,7 +96,7 @@ def kernel_of(use: str, options: str, axis: int, dtype: Any, columns: int, preci
                 partial, stored = launch.exponentials(head, batch, vector, names)
                 return partial(), stored
             case "logits":
-                return launch.logits(head, batch)
+                return launch.logits([head], [batch])
         return launch.dlogits(head, batch, Gradient(entries.without(coefficients), vector))
 
     calls = jax.make_jaxpr(run)(head, batch, coefficients, vector).jaxpr.eqns

@@ -1,7 +1,7 @@
 """The Triton backend: logits by one kernel, gradient products by XLA or another; see `protocol.Backend`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +82,11 @@ class TritonPairs(Pairs):
         rows = min(tokens, _down((scratch_bytes - fixed) // (scratch(1, columns) - fixed)))
         return Plan(rows, columns, scratch(rows, columns), columns, skips_rows=True)
 
-    def logits(self, head: Head, batch: Batch, part: Columns | None, filled: jax.Array | None) -> Distances:
-        """One launch."""
-        return launch.logits(head.on_gpu(), batch, part, filled)
+    def logits(
+        self, heads: Sequence[Head], batches: Sequence[Batch], part: Columns | None, filled: jax.Array | None
+    ) -> list[Distances]:
+        """A launch for each head."""
+        return launch.logits([head.on_gpu() for head in heads], batches, part, filled)
 
     def recompute(
         self, head: Head, batch: Batch, dlogits: PairDlogits, gradient: Gradient, plan: Plan, block: RowBlock

@@ -108,22 +108,31 @@ def dlogits(
     return _run(head, batch, config, inputs, outputs, rows, part=part, gradient=True)[binding.STORED]
 
 
-def logits(head: Head, batch: Batch, part: Columns | None = None, rows: jax.Array | None = None) -> Distances:
-    """Of all columns or a part's, in whole tiles, -inf behind the vocabulary; about `rows []` are worked on.
+def logits(
+    heads: Sequence[Head], batches: Sequence[Batch], part: Columns | None = None, rows: jax.Array | None = None
+) -> list[Distances]:
+    """Of all columns or a part's, -inf behind the vocabulary, in the same tiles; about `rows []` are worked on.
 
-    A part begins at a multiple of tiles.
+    Heads with other options have other tiles. All columns are whole tiles of each, and a wide tile's largest logit
+    stands for the narrow ones within it.
     """
-    config, n = _config(head, batch, "logits", ("max", binding.STORED), part), batch.hidden.shape[0]
-    part = part or Columns(0, head.spec.vocab_size)
-    tiles = -(-part.size // config.columns)
-    part = Columns(part.start, tiles * config.columns)
-    dtype = jnp.float16 if head.spec.dtype.itemsize == 2 else jnp.float32
-    outputs = {
-        "max": jax.ShapeDtypeStruct((tiles, n), jnp.float32),
-        binding.STORED: jax.ShapeDtypeStruct((n, part.size), dtype),
-    }
-    found = _run(head, batch, config, {}, outputs, rows, part=part)
-    return Distances(found[binding.STORED], found["max"])
+    numbers, n = ("max", binding.STORED), batches[0].hidden.shape[0]
+    tiles = [_config(head, batch, "logits", numbers, part) for head, batch in zip(heads, batches, strict=True)]
+    widest, narrowest = max(x.columns for x in tiles), min(x.columns for x in tiles)
+    part = part or Columns(0, heads[0].spec.vocab_size)
+    part = Columns(part.start, -(-part.size // widest) * widest)
+
+    def stored(head: Head, batch: Batch, config: Config) -> Distances:
+        dtype = jnp.float16 if head.spec.dtype.itemsize == 2 else jnp.float32
+        outputs = {
+            "max": jax.ShapeDtypeStruct((part.size // config.columns, n), jnp.float32),
+            binding.STORED: jax.ShapeDtypeStruct((n, part.size), dtype),
+        }
+        found = _run(head, batch, config, {}, outputs, rows, part=part)
+        within = config.columns // narrowest
+        return Distances(found[binding.STORED], found["max"] if within == 1 else jnp.repeat(found["max"], within, 0))
+
+    return list(map(stored, heads, batches, tiles))
 
 
 def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Columns | None = None) -> Config:

@@ -93,8 +93,10 @@ def top_k_distillation_loss(
 def _distribution(log_probs: jax.Array, present: jax.Array, tail: bool) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities that sum to 1 over the places present: with a place for the tail, or normalised."""
     if not tail:
-        places = present | ~jnp.any(present, axis=-1, keepdims=True)  # all where none is: the sum must not be 0
-        return log_probs - jax.nn.logsumexp(log_probs, axis=-1, keepdims=True, where=places), present
+        # 0 where no place is present, or none has any probability.
+        some = jnp.any(present & ~jnp.isneginf(log_probs), axis=-1, keepdims=True)
+        total = jax.nn.logsumexp(jnp.where(some, log_probs, 0.0), axis=-1, keepdims=True, where=present | ~some)
+        return log_probs - jnp.where(some, total, 0.0), present
     total = jnp.sum(jnp.where(present, jnp.exp(log_probs), 0.0), axis=-1, keepdims=True)
     rest = jnp.maximum(1 - total, np.finfo(total.dtype).eps)
     there = jnp.ones_like(rest, bool)

@@ -1,5 +1,6 @@
 """Divergences on a teacher's most likely tokens, against plain JAX in float64."""
 
+import functools
 from typing import Any
 
 import hypothesis
@@ -129,3 +130,11 @@ def test_a_row_with_a_nan_is_nan_and_so_is_its_gradient(divergence: Any, tail: b
     assert np.all(np.isfinite(gradient[~bad]))
     one = top_k_distillation_loss([[-1, np.nan]], [[-1.0, -1]], divergence=divergence, tail=tail)
     assert np.isnan(one)
+
+
+@pytest.mark.parametrize(("divergence", "want"), [("forward_kl", np.inf), ("reverse_kl", 0.0), ("jsd", np.log(2) / 2)])
+def test_a_student_without_probability_at_the_teachers_tokens(divergence: Any, want: float) -> None:
+    loss = functools.partial(top_k_distillation_loss, divergence=divergence, tail=False)
+    value, gradient = jax.value_and_grad(loss)(jnp.full((1, 2), -jnp.inf), jnp.log(jnp.array([[0.5, 0.3]])))
+    assert value == pytest.approx(want, rel=1e-6)
+    assert jnp.isfinite(gradient).all()
