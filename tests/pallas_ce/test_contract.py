@@ -185,25 +185,29 @@ def test_a_summed_loss_of_any_statistics_matches_the_oracle(
     weights = {name: rng.normal(size=values[name].shape).astype(dtype) for name in names}
 
     @jax.jit
-    @functools.partial(jax.value_and_grad, argnums=(0, 1))
-    def ours(arrays: dict[str, Any], weights: dict[str, Any]) -> Any:
+    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+    def ours(arrays: dict[str, Any], weights: dict[str, Any], factor: jax.Array) -> Any:
+        def row_loss(s: RowStatistics, factor: jax.Array, *g: jax.Array) -> Any:
+            return factor * _weighted(s, dict(zip(weights, g, strict=True)))
+
         def loss(*head: Any, **options: Any) -> Any:
-            return linear_loss(lambda s, *g: _weighted(s, dict(zip(weights, g, strict=True))), *head, *weights.values(),
-                               token_weights=by_token, reduction=reduction, backward=backward, scratch_bytes=budget,
-                               **options)  # fmt: skip
+            return linear_loss(row_loss, *head, factor, *weights.values(), token_weights=by_token, reduction=reduction,
+                               backward=backward, scratch_bytes=budget, **options)  # fmt: skip
 
         return call(loss, p, arrays, implementation=implementation)
 
     with jax.enable_x64(wide):
-        value, (gradients, by_weight) = ours(jax.tree.map(lambda x: jnp.asarray(x, dtype), p.arrays), weights)
-        assert {x.dtype for x in jax.tree.leaves((value, gradients, by_weight))} == {np.dtype(dtype)}
+        arrays, factor = jax.tree.map(lambda x: jnp.asarray(x, dtype), p.arrays), jnp.ones((), dtype)
+        found = value, (gradients, by_weight, by_factor) = ours(arrays, weights, factor)
+        assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype(dtype)}
     counted = {k: share.reshape(n, *[1] * (x.ndim - 1)) * x for k, x in values.items()}
     total = sum((g * counted[name]).sum() for name, g in weights.items())
     # A log-probability and the expected logit are differences from the log-sum-exp, whose rounding they keep.
     rows = [np.abs(g.reshape(n, -1)) for g in weights.values()]
     sizes = [np.abs(counted[name].reshape(n, -1)) + np.abs(counted["lse"])[:, None] for name in weights]
     size = sum((g * x).sum() for g, x in zip(rows, sizes, strict=True))
-    assert_close(value, total, 1e-5 * unit, floor=1e-6 * unit * max(1.0, size))
+    for x in (value, by_factor):
+        assert_close(x, total, 1e-5 * unit, floor=1e-6 * unit * max(1.0, size))
     assert_close(by_weight, {name: counted[name] for name in names}, 1e-5 * unit, floor=5e-6 * unit)
     # A probability near 1 is a few units in the last place of its logit off, which then meets the head's arrays, and
     # for the scale the products.
