@@ -185,10 +185,8 @@ class Work(NamedTuple):
     # `(how, spec, tokens, padded_share)` to why not a device's share, whose rows are known only there.
     share: Callable[[How, HeadSpec, int, HeadSpec | None], str | None] = lambda *_: None
     split: bool = False  # whether it is split inside a `shard_map`
-    modes: tuple[Mode | None, Mode | None] | None = (
-        None,
-        None,
-    )  # by row, and of a sum; None: by what the scratch holds
+    # For losses by row, and for a sum; None: by what the scratch holds.
+    modes: tuple[Mode | None, Mode | None] | None = (None, None)
     default: str | None = None  # the implementation without a name; None: the fastest for the device
 
 

@@ -81,11 +81,8 @@ class StoredLogits(NamedTuple):
         """`[n, V']`, before or after rounding; exactly 0 in rows that do not count."""
         coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
         reference = statistics["max_logit"] if coefficients.prob is not None else None
-        gradient, batch, mask = (
-            Gradient(coefficients, reference, statistics.get("argmax")),
-            self.rows.batch,
-            self.rows.mask,
-        )
+        gradient = Gradient(coefficients, reference, statistics.get("argmax"))
+        batch, mask = self.rows.batch, self.rows.mask
         if (kernels := self.how.backend.materialized) is not None:
             return kernels.dlogits(self.head, gradient, batch, mask)
         columns, valid, u = self.columns()

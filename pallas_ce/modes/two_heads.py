@@ -7,7 +7,7 @@ and keeps O(tokens). The backward takes one more, beside the student's two produ
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -166,12 +166,12 @@ class StoredBlock(Block):
     def _all(self) -> tuple[Distances, Distances]:
         return self.stored()
 
+    @override
     def partial(self) -> PairPartial:
-        """See `Block`."""
         return pairs.partial_of_distances(self.divergence, *self._all)
 
+    @override
     def mixture_sums(self, found: PairStatistics) -> Sums:
-        """See `Block`."""
         return pairs.mixture_sums(self.divergence, *found.log_probs(self._all, None))
 
 
@@ -181,14 +181,8 @@ def _block(
     """From rows with the teacher's hidden states first among the others, and the device's columns of both heads."""
     head, teacher = heads
     of_teacher = teacher.with_low(Batch(rows.more[0]))
-    given = (
-        divergence,
-        rows.batch,
-        of_teacher,
-        head,
-        teacher,
-        Tiles(head.spec.vocab_size, plan.columns, head.valid_columns),
-    )
+    tiles = Tiles(head.spec.vocab_size, plan.columns, head.valid_columns)
+    given = divergence, rows.batch, of_teacher, head, teacher, tiles
     kernels = how.backend.pairs
     return Block(*given) if kernels is None else StoredBlock(*given, kernels, filled)
 
