@@ -194,8 +194,8 @@ def sum_over_devices(
     """Hidden's sum and the head's from this device's share of the products' sums.
 
     The scale's is made here, from hidden's and the bias's (see `scale_gradient`), and `down`'s from its product by row.
-    Hidden's and the weight's are rounded to `dtypes`, hidden's after `hidden_scale`. The weight's is added to the given
-    one, unless it `adds_in_place`; it is `scattered` where it is this device's part of it already.
+    Hidden's and the weight's are rounded to `dtypes`, hidden's after `hidden_scale`, the weight's before devices add it
+    up. It is added to the given one, unless it `adds_in_place`; `scattered` where it is this device's part already.
     """
     (shards, rows, head, given), hidden, weight, scale, down = local, None, sums.weight, None, None
     if needs_grad.logit_scale:
@@ -209,8 +209,8 @@ def sum_over_devices(
         hidden = present(sums.hidden)
         hidden = shards.sum_hidden(hidden if hidden_scale is None else product(hidden, hidden_scale), dtypes[0])
     if weight is not None and not local.adds_in_place:
-        own = weight if scattered else shards.scatter_weight(weight, head.spec.vocab_axis)
-        own = psum(own.astype(dtypes[1]), shards.sums.weight)
+        own = weight.astype(dtypes[1])
+        own = psum(own if scattered else shards.scatter_weight(own, head.spec.vocab_axis), shards.sums.weight)
         weight = own if given.weight is None else added(given.weight, own)
     return hidden, PerInput(None, weight, bias, scale, up, down)
 

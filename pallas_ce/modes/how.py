@@ -114,28 +114,27 @@ class How:
         bound = budget(self.scratch_bytes, least, logits, what, default)
         return backend.plan(spec, tokens, mode, bound, spare)
 
-    def kept_dtype(self, spec: HeadSpec, dtype: np.dtype) -> np.dtype:
-        """The dtype in which in_forward's sum for weight or hidden states of `dtype` waits for the upstream scalar.
-
-        In bfloat16, for bfloat16: half the memory, and for a scalar that is a power of two, 1 above all, the
-        same bits. Not in float16, where a sum that an upstream loss scale is to lift would underflow before, and not
-        where the sums of several devices are added in the backward.
-        """
-        rounded = dtype == jnp.bfloat16 and self.shards is None
-        return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
-
     def weight_sum(
-        self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: PerInput[bool], shards: Shards, *, given: bool = False
+        self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: PerInput[bool], *, given: bool = False
     ) -> WeightSum:
         """What in_forward adds up the weight's gradient in; see `block_sizes`."""
-        rounded = self.kept_dtype(spec, weight_dtype) != spec.accumulator
-        if not needs_grad.weight or shards.gathered or not self.backend.capabilities.large_blocks:
+        rounded = kept_dtype(spec, weight_dtype) != spec.accumulator
+        if not needs_grad.weight or not self.backend.capabilities.large_blocks:
             return WeightSum(given=given)
         numbers = spec.weight_rows * spec.hidden_size
         if rounded and not given and (bits := self.backend.weight_bits(spec, _WHOLE_ROWS)) is not None:
             return WeightSum(math.prod(bits) * weight_dtype.itemsize, narrow=True)
         wide = numbers * spec.accumulator.itemsize if rounded or given else 0
         return WeightSum(wide, wide // 2, given=given)
+
+
+def kept_dtype(spec: HeadSpec, dtype: np.dtype) -> np.dtype:
+    """The dtype in which in_forward's sum for weight or hidden states of `dtype` waits for the upstream scalar.
+
+    In bfloat16, for bfloat16: half the memory, and for a scalar that is a power of two, 1 above all, the
+    same bits. Not in float16, where a sum that an upstream loss scale is to lift would underflow before.
+    """
+    return np.dtype(jnp.bfloat16) if dtype == jnp.bfloat16 else spec.accumulator
 
 
 def refusal_of_logits(

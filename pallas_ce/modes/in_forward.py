@@ -28,7 +28,7 @@ from pallas_ce.modes.call import (
     through_down,
 )
 from pallas_ce.modes.forward import forward_statistics
-from pallas_ce.modes.how import How
+from pallas_ce.modes.how import How, kept_dtype
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import NO_AXES, Local, Shards, psum
 from pallas_ce.statistics import gradient as coef
@@ -92,7 +92,7 @@ def _statistics_and_sums(
     shards, rows, head, given = local
     spec, backend, tokens = head.spec, how.backend, rows.batch.hidden.shape[0]
     wide, in_place, needs = spec.accumulator, local.adds_in_place, needed_products(needs_grad, spec.rank)
-    weight_sum = how.weight_sum(spec, weight_dtype, needs_grad, shards, given=in_place)
+    weight_sum = how.weight_sum(spec, weight_dtype, needs_grad, given=in_place)
     plan = how.block_sizes(spec, tokens, "in_forward", weight_sum)
     alone = plan.rows >= tokens
     bits_shape = backend.weight_bits(spec, plan.rows) if weight_sum.narrow and not alone else None
@@ -128,10 +128,11 @@ def _statistics_and_sums(
         return block.put_each(found, statistics), shares, bits
 
     # A block that is the only one rounds its sum at once.
-    kept = how.kept_dtype(spec, weight_dtype)
+    kept = kept_dtype(spec, weight_dtype)
     sum_dtype = kept if bits_shape or (alone and weight_sum.bytes) else wide
-    # Hidden's does, too, each row being written once, unless more is to be made of it first.
-    kept_hidden = how.kept_dtype(spec, rows.batch.hidden.dtype)
+    # Hidden's does, too, each row being written once, unless more is to be made of it first, or the backward of a
+    # `shard_map` adds up several devices' shares.
+    kept_hidden = kept_dtype(spec, rows.batch.hidden.dtype) if how.shards is None else wide
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
 
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)

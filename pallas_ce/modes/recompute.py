@@ -122,10 +122,9 @@ def gradient_sums(
     # The rows of a block that is the only one are gathered once, and not for each tile.
     only = products(blocks.block(0)) if alone else None
     scale = factor if head.logit_scale is None else factor * head.logit_scale
-    # A tile of the weight's gradient is scattered over the devices in float32 and rounded at once. Where the parts that
-    # the devices hold are not parts of a tile, all of it is kept in float32 and scattered at the end.
-    by_tile = not shards.gathered_vocabulary
-    scattered = by_tile and bool(shards.gathered_width)
+    # A tile of the weight's gradient is rounded and scattered over the devices at once. Where the devices hold no parts
+    # of a tile, all of it is scattered at the end.
+    scattered = bool(shards.gathered_width) and not shards.gathered_vocabulary
     directly = only is not None and not scattered
     in_place, needs = local.adds_in_place, needed_products(needs_grad, spec.rank)
     shapes = (plan.columns, spec.hidden_size), (spec.weight_rows, spec.hidden_size // axis_size(shards.gathered_width))
@@ -154,17 +153,16 @@ def gradient_sums(
             found = sums_of(tile, carry)
             if (share := found.weight) is not None and total is not None:
                 if scattered:
-                    share, total = shards.scatter_weight(scale * share, spec.vocab_axis), total._replace(scale=None)
-                    # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient in float32.
-                    share = lax.optimization_barrier(share)
+                    share, total = (scale * share).astype(weight_dtype), total._replace(scale=None)
+                    # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient.
+                    share = lax.optimization_barrier(shards.scatter_weight(share, spec.vocab_axis))
                 found = found._replace(weight=total.with_share(share, spec.vocab_axis))
 
         return found.of(BY_COLUMN, lambda x, total: tile.put(total, x), carry)
 
     # Every tile replaces its part; what no tile covers is padding.
     blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
-    shape, dtype = (own_shape, weight_dtype) if by_tile else (head.weight.shape, wide)
-    of_weight = given.weight if in_place else blank(shape, dtype)
+    of_weight = given.weight if in_place else blank(own_shape if scattered else head.weight.shape, weight_dtype)
     init = head.row_sums(rows.batch, needs)._replace(weight=of_weight if needs.weight else None)
     init = head.with_column_sums(init, needs, spec.weight_rows)
     if init.hidden is not None:  # in the multiples of rows that kernels add to in place
@@ -177,7 +175,7 @@ def gradient_sums(
     sums = sums._replace(hidden=through_down(head, sums.hidden, sums.down))
     sums = sums.of(BY_ROW, lambda x: factor * counted.put_all(0, x)).of(BY_COLUMN, lambda x: factor * x)
     dtypes = hidden.dtype, weight_dtype
-    return sum_over_devices(local, needs_grad, sums, dtypes, scattered=by_tile, hidden_scale=head.logit_scale)
+    return sum_over_devices(local, needs_grad, sums, dtypes, scattered=scattered, hidden_scale=head.logit_scale)
 
 
 def finished(operands: Operands, d_hidden: jax.Array | None, of_head: Arrays) -> Arrays:

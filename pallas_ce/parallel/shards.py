@@ -10,7 +10,7 @@ devices is here, as methods that do nothing where nothing is split:
 * both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
   (sequence parallelism), or the weight is gathered and its gradient is reduce-scattered (FSDP), whichever moves fewer
   bytes;
-* the weight's width H split (FSDP): the weight is gathered, its gradient reduce-scattered.
+* the weight's width H split (FSDP): the weight is gathered, its gradient reduce-scattered, also in the weight's dtype.
 """
 
 import dataclasses

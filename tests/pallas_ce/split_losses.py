@@ -253,6 +253,29 @@ def test_float32_weights_are_computed_with_and_gathered_in_bfloat16(layout: Layo
         assert np.linalg.norm(np.float32(x) - np.float32(y)) <= 2**-7 * np.linalg.norm(np.float32(y))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_fsdp_adds_up_the_shares_that_data_parallelism_does(mode: str) -> None:
+    """Each device's share of the weight's gradient is rounded once, to bfloat16, whatever the layout."""
+    on, rows, whole = mesh(shape=(2, 1)), P("data"), P()
+    hidden, weight, _, _, labels, _ = arrays(32, False)
+    given = hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), labels
+    found = []
+    for split in (whole, P("data"), P(None, "data")):
+        axes = MeshAxes(**Layout("", rows, split).axes, grad="outside")
+
+        def part(*given: Any, axes: Any = axes) -> Any:
+            loss = linear_cross_entropy(*given, normalizer=B * T, backward=mode, mesh_axes=axes)
+            return loss if axes.rows else jax.lax.psum(loss, "data")
+
+        specs = rows, split, rows
+        mapped = jax.shard_map(part, mesh=on, in_specs=specs, out_specs=whole, check_vma=False)
+        alone = functools.partial(linear_cross_entropy, normalizer=B * T, backward=mode)
+        laid = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, specs, strict=True)]
+        found += [np.float32(jax.jit(jax.grad(function, 1))(*laid)) for function in (alone, mapped)]
+    for x in found[1:]:
+        np.testing.assert_array_equal(x, found[0])
+
+
 def by_shift(hidden: Any, weight: Any, labels: Any, token_weights: Any, **options: Any) -> Any:
     return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights, shift=1, **options)
 

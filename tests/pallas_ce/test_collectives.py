@@ -81,8 +81,8 @@ def expected(layout: str, mode: str | None, n: int, gpus: int) -> list[tuple[str
         "DP": [("all-reduce", "bf16", weight)],
         "TP": [("all-gather", "bf16", hidden), ("reduce-scatter", "f32", hidden // gpus)],
         "SP": [("reduce-scatter", "f32", hidden // gpus)],
-        "FSDP over V": [("reduce-scatter", "f32", weight // gpus)],
-        "FSDP over H": [("reduce-scatter", "f32", tile // gpus)],
+        "FSDP over V": [("reduce-scatter", "bf16", weight // gpus)],
+        "FSDP over H": [("reduce-scatter", "bf16", tile // gpus)],
     }[layout]
     # A weight is gathered once for both passes; hidden states, which would have to be kept for the backward, in each.
     return gathered * (2 if mode == "recompute" and layout == "SP" else 1) + summed
@@ -119,13 +119,16 @@ def test_only_what_the_layout_needs_is_moved(layout: str, mode: str | None, gpus
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
 @pytest.mark.parametrize(("weight", "axes"), [(P("gpu"), {"vocabulary": "gpu"}), (P(None, "gpu"), {"width": "gpu"})])
-def test_inside_shard_map_a_weight_is_gathered_once_for_both_passes(weight: P, axes: dict[str, str]) -> None:
+def test_inside_shard_map_a_weight_is_gathered_once_and_its_gradient_scattered_in_its_dtype(
+    weight: P, axes: dict[str, str], mode: Any
+) -> None:
     n, mesh, split = 16384, h200.h200_mesh(2), P("gpu")
 
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         return linear_cross_entropy(
-            hidden, weight, labels, backward="recompute", implementation="xla", mesh_axes=MeshAxes(rows="gpu", **axes)
+            hidden, weight, labels, backward=mode, implementation="xla", mesh_axes=MeshAxes(rows="gpu", **axes)
         )
 
     function = jax.shard_map(
@@ -133,8 +136,8 @@ def test_inside_shard_map_a_weight_is_gathered_once_for_both_passes(weight: P, a
     )
     shapes = (((n, H), jnp.bfloat16, split), ((V, H), jnp.bfloat16, weight), ((n,), jnp.int32, split))
     text = h200.compile_for_h200(function, *[h200.shaped(mesh, *shape) for shape in shapes])[0].as_text()
-    gathered = [c for c in large_collectives(text, n, 2) if c[0] == "all-gather"]
-    assert gathered == [("all-gather", "bf16", V * H)]
+    tile = V // 2 if (mode, *axes) == ("recompute", "width") else V
+    assert large_collectives(text, n, 2) == [("all-gather", "bf16", V * H), ("reduce-scatter", "bf16", tile * H // 2)]
 
 
 @pytest.mark.nightly(keep=1)

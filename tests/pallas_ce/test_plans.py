@@ -20,7 +20,6 @@ from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import HeadSpec
 from pallas_ce.modes.fold import Streams
 from pallas_ce.modes.how import How, WeightSum
-from pallas_ce.parallel.shards import Shards
 from pallas_ce.streaming.gradient_products import NO_GRADIENT
 
 FILE = Path(__file__).with_name("plans.csv")
@@ -118,7 +117,7 @@ def planned(way: Way, problem: Problem) -> Plan | None:
             settings, total = How(way.backend, mode, bound), WeightSum()
             if mode == "in_forward":
                 needs = NO_GRADIENT._replace(hidden=True, weight=True)
-                total = settings.weight_sum(spec, spec.dtype, needs, Shards(), given=problem.given)
+                total = settings.weight_sum(spec, spec.dtype, needs, given=problem.given)
             return settings.block_sizes(spec, problem.tokens, mode, total)
         except ValueError:  # the budget cannot hold one row
             return None
