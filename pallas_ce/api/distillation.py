@@ -45,7 +45,9 @@ def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Kno
 
 def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, _: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`; None for the reference, which differentiates its logits anew."""
-    return two_heads.keep(pair, operands(student, teacher)) if pair.how.mode and student.tokens else None
+    if pair.how.mode is None or not student.tokens:
+        return None
+    return Known(two_heads.statistics(pair, operands(student, teacher)))
 
 
 def operands(student: Problem, teacher: Problem) -> Operands:

@@ -226,20 +226,16 @@ _NAMES = (
 )
 
 
-def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
-    """`function`, whose last parameter is `**options: Unpack[...]`, with a signature and texts of these options.
-
-    A text of the function's own goes before the shared one.
-    """
-    return _public(function, None)
-
-
 def computed_by[**P, Out](compute: Callable[..., Out]) -> Callable[[Callable[P, Any]], Callable[P, Out]]:
     """Makes a public function, `documented`, of one that checks the arguments and returns what `compute` takes."""
-    return lambda read: _public(read, compute)
+    return lambda read: documented(read, compute)
 
 
-def _public(function: Callable[..., Any], compute: Callable[..., Any] | None) -> Any:
+def documented[**P, Out](function: Callable[P, Out], compute: Callable[..., Any] | None = None) -> Callable[P, Out]:
+    """`function`, whose last parameter is `**options: Unpack[...]`, with a signature and texts of these options.
+
+    A text of the function's own goes before the shared one. `compute` makes the result of what the function returns.
+    """
     *own, last = inspect.signature(function).parameters.values()
     (options,) = typing.get_args(last.annotation)
     shared = [
@@ -257,7 +253,7 @@ def _public(function: Callable[..., Any], compute: Callable[..., Any] | None) ->
             called = [name for names in _NAMES if unknown in names for name in names if name in known]
             hint = f"; it is called {called[0]!r} here" if called else ""
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}{hint}")
-        found = function(*args, **kwargs)
+        found: Any = function(*args, **kwargs)
         return found if compute is None else compute(*found)
 
     returned = inspect.signature(compute or function).return_annotation

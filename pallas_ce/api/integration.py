@@ -27,6 +27,7 @@ from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.packages import refuse_older
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.head import NO_WEIGHT, Batch, Head, HeadSpec
+from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.how import How
 from pallas_ce.modes.how import refusal_of_logits as materialized_refusal
@@ -58,9 +59,22 @@ class Steps(NamedTuple):
     add_gradients: Callable[..., Any] | None = None
 
 
-cross_entropy_steps = Steps(inspect.unwrap(loss.linear_cross_entropy), loss.compute, loss.keep, loss.add_gradients)
-row_statistics_steps = Steps(inspect.unwrap(rows.linear_row_statistics), rows.compute_statistics, rows.keep_statistics)
-log_probs_steps = Steps(inspect.unwrap(rows.linear_log_probs), rows.compute_log_probs, rows.keep_log_probs)
+def _steps(
+    public: Callable[..., Any], compute: Callable[..., Any], call_of: Callable[..., Any], *more: Callable[..., Any]
+) -> Steps:
+    """Of a function whose `call_of` makes what `evaluate` takes: a call and its operands first."""
+
+    def keep(*read_and_needs_grad: Any) -> Known | None:
+        *read, needs_grad = read_and_needs_grad
+        call, operands = call_of(*read)[:2]
+        return evaluate.keep(call, operands, needs_grad)
+
+    return Steps(inspect.unwrap(public), compute, keep, *more)
+
+
+cross_entropy_steps = _steps(loss.linear_cross_entropy, loss.compute, loss.operands_of, loss.add_gradients)
+row_statistics_steps = _steps(rows.linear_row_statistics, rows.compute_statistics, rows.statistics_call)
+log_probs_steps = _steps(rows.linear_log_probs, rows.compute_log_probs, rows.log_probs_call)
 distillation_steps = Steps(inspect.unwrap(pair.linear_distillation), pair.compute, pair.keep)
 
 # Of columns that a process has of two heads. What a backward needs is among the arguments.

@@ -58,7 +58,7 @@ def _by_row(problem: Problem, *_: Any) -> Any:
 
 @program(by_row=_by_row)
 def compute(problem: Problem, known: Known | None = None) -> Any:
-    """The loss or, with metrics, both. `known`: what `keep` has found for the same call."""
+    """The loss or, with metrics, both. `known`: what `evaluate.keep` has found for the same call."""
     call, operands = operands_of(problem)
     value, found = evaluate.loss(call, operands._replace(known=known), problem.options.by_row)
     if not problem.options.return_metrics:
@@ -145,17 +145,12 @@ def linear_cross_entropy(
     return (Problem.read(hidden, weight, ids, shift=shift, return_metrics=return_metrics, **options).decided(),)
 
 
-def keep(problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
-    """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
-    return evaluate.keep(*operands_of(problem), needs_grad)
-
-
 def add_gradients(
     problem: Problem, known: Known, needs_grad: PerInput[bool], cotangent: jax.Array, weight_sum: jax.Array
 ) -> Arrays:
     """The gradients of `compute`'s loss, a scalar; in place of the weight's there is `weight_sum` with it added.
 
-    For mode recompute, from what `keep` has found. `cotangent []` and `weight_sum` are in the accumulator dtype.
+    For mode recompute. `cotangent []` and `weight_sum` are in the accumulator dtype.
     """
     call, operands = operands_of(problem)
     operands = operands._replace(known=known, cotangent=cotangent, weight_sum=weight_sum)

@@ -45,14 +45,11 @@ class _RowTotal:
         # A function may mention a statistic that its result does not depend on; the compiler drops the zeros.
         zeros = {name: jnp.zeros_like(struct(name, (rows,), self.targets, self.dtype)) for name in self.unread}
         statistics = from_primitives(primitives, self.read)._replace(**zeros)
-        values = self.row_loss(statistics, *_in_order(by_row | shared)).astype(self.dtype)
+        inputs = by_row | shared
+        values = self.row_loss(statistics, *(inputs[place] for place in sorted(inputs))).astype(self.dtype)
         if token_weights is not None:
             values = zero_safe_product(token_weights, values)
         return values * inverse_normalizer
-
-
-def _in_order(inputs: dict[int, jax.Array]) -> list[jax.Array]:
-    return [inputs[position] for position in sorted(inputs)]
 
 
 @program(static=1, by_row=lambda row_loss, problem, *_: problem.options.by_row)
@@ -69,7 +66,7 @@ def _linear_loss(row_loss: RowLoss, problem: Problem, *inputs: jax.Array) -> jax
         default = problem.how.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
-    examples = _in_order(flat_rows(leading, by_row) | shared)
+    examples = [flat_rows(leading, x) if i in by_row else x for i, x in enumerate(inputs)]
     names = [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
     read = _statistics_read(row_loss, wide, batch, names, examples, problem.tokens)
     unread = tuple(name for name in names if name not in read)

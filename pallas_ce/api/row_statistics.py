@@ -18,22 +18,17 @@ from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
 from pallas_ce.statistics.logits import present, product
 from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names, spread
-from pallas_ce.streaming.gradient_products import PerInput
 
 
 @program(static=1)
 def compute_statistics(names: tuple[str, ...], problem: Problem, known: Known | None = None) -> RowStatistics:
-    """The statistics. `known`: what `keep_statistics` has found for the same call."""
-    call, operands = _statistics_call(names, problem)
+    """The statistics. `known`: what `evaluate.keep` has found for the same call."""
+    call, operands = statistics_call(names, problem)
     return from_primitives(evaluate.statistics(call, operands._replace(known=known)), names)
 
 
-def keep_statistics(names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
-    """What `compute_statistics` takes as `known`."""
-    return evaluate.keep(*_statistics_call(names, problem), needs_grad)
-
-
-def _statistics_call(names: tuple[str, ...], problem: Problem) -> tuple[Call, Operands]:
+def statistics_call(names: tuple[str, ...], problem: Problem) -> tuple[Call, Operands]:
+    """The call on all rows: no label is special."""
     return Call(problem.how, primitive_names(names)), Operands(*problem.rows(), problem.row_mask)
 
 
@@ -116,8 +111,8 @@ class LogProbs(NamedTuple):
 def compute_log_probs(
     names: tuple[str, ...], problem: Problem, support: jax.Array | None = None, known: Known | None = None
 ) -> Any:
-    """The log-probabilities, or everything asked for. `known`: what `keep_log_probs` has found for the same call."""
-    call, operands, labels = _log_probs_call(names, problem, support)
+    """The log-probabilities, or everything asked for. `known`: what `evaluate.keep` has found for the same call."""
+    call, operands, labels = log_probs_call(names, problem, support)
     values, counts = evaluate.statistics(call, operands._replace(known=known)), labels != NO_TARGET
     if support is not None:
         return _over_support(names, values["target_logit"], operands, labels)
@@ -127,17 +122,10 @@ def compute_log_probs(
     return log_probs if names == ("log_prob",) else LogProbs(log_probs, found.entropy, found.sum_sq_probs, hit)
 
 
-def keep_log_probs(
-    names: tuple[str, ...], problem: Problem, support: jax.Array | None, needs_grad: PerInput[bool]
-) -> Known | None:
-    """What `compute_log_probs` takes as `known`."""
-    return evaluate.keep(*_log_probs_call(names, problem, support)[:2], needs_grad)
-
-
-def _log_probs_call(
+def log_probs_call(
     names: tuple[str, ...], problem: Problem, support: jax.Array | None
 ) -> tuple[Call, Operands, jax.Array]:
-    """On the rows that count, whose targets are the labels, or a support's ids; and the labels."""
+    """The call on the rows that count, whose targets are the labels or a support's ids; and the labels."""
     batch, head, mask = problem.rows_that_count()
     labels, primitives = present(batch.labels), primitive_names(names)
     if support is not None:  # in ascending order, and none in place of all but the first of equal ones

@@ -93,10 +93,8 @@ def over_rows_that_count[Out](
     """
 
     def operation(how: How, local: Local) -> tuple[Out, Arrays]:
-        def of_block(plan: Plan, rows: RowArrays, _: jax.Array | None) -> Out:
-            return visit(how, plan, rows, local.head)
-
-        return by_block(local.rows, functools.partial(block_sizes, how), of_block, empty), NO_ARRAYS
+        sizes = functools.partial(block_sizes, how)
+        return by_block(local.rows, sizes, lambda plan, rows, _: visit(how, plan, rows, local.head), empty), NO_ARRAYS
 
     return streamed(how, operation, whole_head=True)(rows, head, NO_ARRAYS)[0]
 

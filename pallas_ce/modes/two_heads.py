@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Gradient, Mode, Pairs, Plan
 from pallas_ce.head import Batch, Head, HeadSpec, tempered
-from pallas_ce.modes.call import Known, Operands
+from pallas_ce.modes.call import Operands
 from pallas_ce.modes.evaluate import differentiable
 from pallas_ce.modes.fold import Streams, by_block
 from pallas_ce.modes.how import How
@@ -76,13 +76,8 @@ def block_sizes(how: How, student: HeadSpec, teacher: HeadSpec, tokens: int, mod
 
 
 def _forward(pair: Pair, operands: Operands, *_: Any) -> tuple[jax.Array, PairStatistics]:
-    found = _statistics(pair, operands) if operands.known is None else operands.known.statistics
+    found = statistics(pair, operands) if operands.known is None else operands.known.statistics
     return found.value, found
-
-
-def keep(pair: Pair, operands: Operands) -> Known:
-    """What `Operands.known` may be, so that the forward is not made again."""
-    return Known(_statistics(pair, operands))
 
 
 def _backward(
@@ -203,11 +198,9 @@ def by_row[Out](
         def visit(plan: Plan, rows: RowArrays, counted: jax.Array | None) -> Out:
             return make(shards, _block(divergence, how, rows, (head, teacher), plan, counted), rows.more[1])
 
-        def empty(rows: int) -> Out:
-            return filled(jnp.zeros(rows, head.spec.accumulator))
-
         sizes = functools.partial(block_sizes, how, head.spec, teacher.spec, mode=None)
-        return shards.own_rows(by_block(rows, sizes, visit, empty)), NO_ARRAYS
+        found = by_block(rows, sizes, visit, lambda n: filled(jnp.zeros(n, head.spec.accumulator)))
+        return shards.own_rows(found), NO_ARRAYS
 
     with jax.named_scope("pallas_ce.divergence"):
         rows = RowArrays(operands.batch, operands.mask, more=(of_teacher.hidden, known))
@@ -215,7 +208,9 @@ def by_row[Out](
         return found
 
 
-def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
+def statistics(pair: Pair, operands: Operands) -> PairStatistics:
+    """The divergence of each row, and what its gradient reads."""
+
     def make(shards: Shards, block: Block, _: None) -> PairStatistics:
         found = pairs.finalise_pairs(pair.divergence, shards.of_each(block.partial(), None)[0])
         if pair.divergence.name != "jsd":
