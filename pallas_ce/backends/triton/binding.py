@@ -70,11 +70,6 @@ def capability() -> int | None:
     return None if found is None else int(found.replace(".", ""))
 
 
-def shared_kib(capability: int | None) -> int:
-    """KiB of shared memory that a program can have."""
-    return _SHARED_KIB.get(capability or 0, _LEAST_SHARED_KIB)
-
-
 def _function(name: str) -> Any:
     """A kernel, imported on first use: without Triton the backend can still say that it is missing."""
     from pallas_ce.backends.triton import kernel, product_kernel
@@ -116,7 +111,7 @@ def compiled(kernel: Kernel) -> Any:
         "enable_fp_fusion": True,  # which was the default; Triton 3.9 warns that this will change
     }
     built = triton.compile(source, target=GPUTarget("cuda", kernel.capability, 32), options=options)
-    metadata, most = built.metadata, shared_kib(kernel.capability)
+    metadata, most = built.metadata, _SHARED_KIB.get(kernel.capability or 0, _LEAST_SHARED_KIB)
     if metadata.shared > 1024 * most:
         raise NotImplementedError(
             f"implementation='triton' needs {metadata.shared // 1024} KiB of shared memory with Triton "

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.kernel_backend import KernelBlock
@@ -23,13 +24,18 @@ from pallas_ce.streaming.tiles import Columns, Tiles, pad
 
 
 class TritonBlock(KernelBlock):
-    """See the module."""
+    """One launch makes a block's exponentials, or a part's dlogits."""
 
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
     ) -> tuple[Callable[[], Partial], jax.Array]:
-        """One launch, which may have nothing to do."""
-        return launch.exponentials(self.head, self.batch, reference, names, again)
+        """One launch, which may have nothing to do; about the number of rows that is given is made `again`."""
+        # It always writes where something lies: so a program that may make them again has one such kernel, not two.
+        shape = self.batch.hidden.shape[0], self.head.spec.vocab_size
+        rows, into = again or (None, lax.empty(shape, self.head.spec.dtype))
+        given = {"reference": reference, binding.BEFORE: into}
+        partial, found = launch.made(self.head, self.batch, names | {"lse"}, rows, given)
+        return partial, found[binding.STORED]
 
     def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
         """One launch."""
@@ -61,13 +67,14 @@ class TritonBlock(KernelBlock):
             found = self.head.for_weight(operand, rows, None if late is not None else dtype)
             return pad(found if late is None else late * found, whole.shape)
 
-        def added() -> jax.Array:
-            return (whole + product()).astype(whole.dtype)
-
         if isinstance(adds, bool):
-            return total._replace(array=added() if adds else product(whole.dtype).astype(whole.dtype))
-        # XLA lets both branches write where the total lies.
-        found = jax.lax.cond(chosen_by_device(adds), added, lambda: product().astype(whole.dtype))
+            found = whole + product() if adds else product(whole.dtype)
+            return total._replace(array=found.astype(whole.dtype))
+        found = lax.cond(  # XLA lets both branches write where the total lies
+            chosen_by_device(adds),
+            lambda: (whole + product()).astype(whole.dtype),
+            lambda: product().astype(whole.dtype),
+        )
         return total._replace(array=found)
 
     def step(self, gradient: Gradient, exact: entries.Entries, plan: Plan, block: RowBlock) -> TileStep:

@@ -121,7 +121,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """See the module; names in capitals are what `launch` makes of a head and a table's entry."""
+    """Makes logits tile by tile, and the outputs from them; names in capitals come from a head and a table's entry."""
     first = tl.load(bounds)
     last = tl.load(bounds + 1)
     row_blocks = tl.cdiv(tl.load(bounds + 2), BLOCK_ROWS)

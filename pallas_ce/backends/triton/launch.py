@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
@@ -31,33 +30,20 @@ _STEP = 16
 
 def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
     """The `Partial` over the head's vocabulary, without targets; of rows from `filled []` on it means nothing."""
-    return _made(head, batch, names, filled)[0]() if fields_of(names, targets=False) else Partial()
+    return made(head, batch, names, filled)[0]() if fields_of(names, targets=False) else Partial()
 
 
-def exponentials(
-    head: Head,
-    batch: Batch,
-    reference: jax.Array,
-    names: frozenset[str],
-    again: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[Callable[[], Partial], jax.Array]:
-    """See `Block.exponentials`; about the number of rows that is given is made `again`.
-
-    It always writes where something lies: so a program that may make them again has one such kernel, not two.
-    """
-    rows, into = again or (None, lax.empty((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype))
-    partial, found = _made(head, batch, names | {"lse"}, rows, {"reference": reference, binding.BEFORE: into})
-    return partial, found[binding.STORED]
-
-
-def _made(
+def made(
     head: Head,
     batch: Batch,
     names: frozenset[str],
     rows: jax.Array | None,
     inputs: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> tuple[Callable[[], Partial], dict[str, jax.Array]]:
-    """What makes the `Partial` without targets, and the kernel's outputs: with inputs also exponentials."""
+    """What makes the `Partial` without targets, and the kernel's outputs; about `rows []` are worked on.
+
+    With inputs, the rows' references and the memory to write, the outputs have exponentials, too.
+    """
     spec, fields = head.spec, [field for field in fields_of(names, targets=False) if field != "sum_weights"]
     config = _config(head, batch, "stash" if inputs else "forward", fields)
     # One number for each row and block of columns.

@@ -40,7 +40,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """See the module."""
+    """Multiplies for hidden states or for the weight, as FOR_HIDDEN tells."""
     rows = tl.load(bounds)
     origin = tl.load(bounds + 1)
     existing = tl.load(bounds + 2)
