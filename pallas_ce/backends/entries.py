@@ -15,7 +15,6 @@ from jax import lax
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, fields_of, spread
 from pallas_ce.streaming.loops import chosen_by_device
@@ -70,7 +69,10 @@ def with_targets(partial: Partial, head: Head, batch: Batch, names: frozenset[st
 
 
 def exact(head: Head, batch: Batch, gradient: Gradient) -> Entries:
-    """The entries of dlogits to which `target` and `argmax` add, each the whole of what stands there."""
+    """The entries of dlogits to which `target` and `argmax` add, each the whole of what stands there.
+
+    Kernels are given the other coefficients only.
+    """
     c = gradient.coefficients
     places = [(batch.labels, c.target), (gradient.argmax, c.argmax)]
     found = [columns for columns, given in places if columns is not None and given is not None]
@@ -96,11 +98,6 @@ def gradients(head: Head, batch: Batch, columns: jax.Array, logits: jax.Array, g
     if columns.ndim == 2:
         every = jax.vmap(jax.vmap(one, in_axes=(0, 0, 0, *[None] * len(of_rows))))
     return every(columns, logits, u, *of_rows)
-
-
-def without(coefficients: Coefficients) -> Coefficients:
-    """The coefficients that kernels take."""
-    return coefficients._replace(target=None, argmax=None)
 
 
 def put(stored: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:

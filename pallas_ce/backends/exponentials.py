@@ -158,7 +158,7 @@ class Block(abc.ABC):
         return partial, Stash(exponentials, reference, partial.target_logit, largest, names)
 
     def products(self, gradient: Gradient, stash: Stash, sums: Arrays) -> tuple[Arrays, jax.Array | None]:
-        """See `Backend.stash_products`."""
+        """`Backend.stash_products` of this block, whose stash is `make`'s."""
         head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
         spec, (coefficients, _, argmax, needs, factor, total, hidden_dtype) = head.spec, gradient
         replaced = [
@@ -167,7 +167,7 @@ class Block(abc.ABC):
             if columns is not None and logits is not None
         ]
         scale = jnp.ones(rows, spec.accumulator)
-        gradient = gradient._replace(coefficients=entries.without(coefficients))
+        gradient = gradient._replace(coefficients=coefficients._replace(target=None, argmax=None))
         terms = {name for name, c in gradient.coefficients._asdict().items() if c is not None}
         if spec.softcap is None and terms == {"prob"}:
             operand, scale = self._with_scale(gradient, stash, replaced)

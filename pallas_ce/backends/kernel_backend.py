@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, override
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class KernelBlock(Block):
         """`total [N, H]`, by place, with `dlogits [n, c]·weight` of the part added in the block's rows."""
 
     def step(self, gradient: Gradient, exact: entries.Entries, plan: Plan, block: RowBlock) -> TileStep:
-        """See `Backend.recompute`; the `gradient` has no coefficients of single entries, which are `exact`."""
+        """`Backend.recompute` of this block; the `gradient` has no coefficients of the single entries `exact`."""
         head, size, spec, needs = self.head, plan.columns, self.head.spec, gradient.needs
 
         def in_place(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
@@ -85,18 +85,18 @@ class KernelBackend(Backend):
         """Part by part."""
         kernels = self.block(head, batch, block, plan)
         exact = entries.exact(kernels.head, batch, gradient)
-        gradient = gradient._replace(coefficients=entries.without(gradient.coefficients))
+        gradient = gradient._replace(coefficients=gradient.coefficients._replace(target=None, argmax=None))
         batch = batch._replace(hidden=batch.hidden.astype(head.spec.dtype))
         return dataclasses.replace(kernels, batch=batch, valid_rows=block.filled).step(gradient, exact, plan, block)
 
+    @override
     def stash(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, Stash]:
-        """See `exponentials`."""
         return self.block(head, batch, block, plan).make(names)
 
+    @override
     def stash_products(
         self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Arrays, plan: Plan, block: RowBlock
     ) -> tuple[Arrays, jax.Array | None]:
-        """See `exponentials`."""
         return self.block(head, batch, block, plan, gradient).products(gradient, stash, sums)

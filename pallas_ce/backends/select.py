@@ -110,7 +110,7 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> tuple[str, st
 
 
 def _kernels(kind: str | None) -> dict[str, str | None]:
-    """See `Gpus.kernels`."""
+    """The implementations for GPUs of this model, the default first, and where each was run; see `Gpus`."""
     gpus = None if kind is None else targets.GPUS.get(targets.compute_capability(kind) or "")
     return {} if gpus is None else gpus.kernels
 

@@ -315,7 +315,7 @@ OPTIONS = ("bias", "scale", "weights", "softcap")
 def coefficients_of(names: frozenset[str], by_row: Any) -> Coefficients:
     """Coefficients for the dlogits kernel where the statistics in `names` are differentiated."""
     saved = dict.fromkeys(saved_statistics(names), by_row)
-    return entries.without(from_cotangents(dict.fromkeys(names, by_row), saved))
+    return from_cotangents(dict.fromkeys(names, by_row), saved)._replace(target=None, argmax=None)
 
 
 def compiled_kernel(

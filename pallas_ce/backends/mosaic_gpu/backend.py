@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ _KERNELS: dict[Mode | None, tuple[Kernel, int]] = {
 
 
 class MosaicGpuBackend(KernelBackend):
-    """See `protocol.Backend`."""
+    """Kernels for Hopper GPUs, written in Pallas."""
 
     name = "mosaic_gpu"
     materialized = materialized_kernel
@@ -102,8 +102,8 @@ class MosaicGpuBackend(KernelBackend):
             return plans.recompute(spec, tokens, scratch_bytes, targets.multiprocessors())
         return plans.by_rows(spec, tokens, mode, scratch_bytes, spare_bytes)
 
+    @override
     def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
-        """See `product_kernel`."""
         shape = spec.weight_rows, spec.hidden_size
         shape = shape if spec.vocab_axis == 0 else shape[::-1]
         return product_kernel.lower_shape(*shape) if spec.dtype == jnp.bfloat16 else None

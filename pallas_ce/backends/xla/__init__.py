@@ -29,7 +29,7 @@ _FEW_ROWS = 128
 
 
 class XlaBackend(Backend):
-    """See `protocol.Backend`."""
+    """Both modes in plain JAX, with the block sizes of a platform."""
 
     name = "xla"
 
@@ -76,11 +76,9 @@ class XlaBackend(Backend):
     ) -> Partial:
         """Statistics tile by tile, merged as they come."""
         head = self._head(head)
-
-        def step(tile: Tile) -> Partial:
-            return _partial(head, tile, head.tile_logits(batch, tile), batch.labels, names)
-
-        return _tiles(head, plan).fold(step, merge, without_columns)
+        partial = functools.partial(_partial, head, batch.labels, names)
+        tiles = _tiles(head, plan)
+        return tiles.fold(lambda tile: partial(tile, head.tile_logits(batch, tile)), merge, without_columns)
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """The logits of one tile once more, and their products."""
@@ -100,13 +98,11 @@ class XlaBackend(Backend):
         head = self._head(head)
         tiles = _tiles(head, plan)
         kept = lax.empty((tiles.count, batch.hidden.shape[0], plan.columns), head.spec.accumulator)
+        partial = functools.partial(_partial, head, batch.labels, names)
 
         def put(tile: Tile, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
             made = head.tile_logits(batch, tile)
             return made, lax.dynamic_update_index_in_dim(kept, made, tile.number, 0)
-
-        def partial(tile: Tile, made: jax.Array) -> Partial:
-            return _partial(head, tile, made, batch.labels, names)
 
         if self._tiling.cached:
 
@@ -119,11 +115,8 @@ class XlaBackend(Backend):
 
         # A product that nothing else reads is written in place; one that is, XLA makes twice on a GPU.
         kept = tiles.for_each(lambda tile, kept: put(tile, kept)[1], kept)
-
-        def read(tile: Tile) -> Partial:
-            return partial(tile, lax.dynamic_index_in_dim(kept, tile.number, 0, keepdims=False))
-
-        return tiles.fold(read, merge, without_columns), kept
+        read = functools.partial(lax.dynamic_index_in_dim, kept, keepdims=False)
+        return tiles.fold(lambda tile: partial(tile, read(tile.number)), merge, without_columns), kept
 
     def stash_products(
         self, head: Head, batch: Batch, gradient: Gradient, stash: jax.Array, sums: Arrays, plan: Plan, block: RowBlock
@@ -161,7 +154,7 @@ def _tiles(head: Head, plan: Plan) -> Tiles:
     return Tiles(head.spec.vocab_size, plan.columns, head.valid_columns, plan.last_apart)
 
 
-def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
+def _partial(head: Head, labels: jax.Array | None, names: frozenset[str], tile: Tile, logits: jax.Array) -> Partial:
     weights = head.tile_logit_weights(tile.start, tile.size) if "sum_weights" in fields_of(names) else None
     return partial_of_tile(logits, tile.columns, tile.valid, labels, weights, names)
 

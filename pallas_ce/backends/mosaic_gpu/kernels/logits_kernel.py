@@ -109,7 +109,11 @@ class StoredBlocks:
     scratch_bytes: int | None
 
     def block_sizes(self, tokens: int) -> Plan:
-        """See `protocol.TopKFinder`."""
+        """Blocks of nearly equal size, in full tiles, as large as the budget allows.
+
+        Raises:
+            ValueError: the budget cannot hold one row.
+        """
         limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
         most = bisect.bisect_right(range(1, tokens + 1), limit, key=self._scratch)
         if _ROW_STEP < most < tokens:
@@ -120,7 +124,7 @@ class StoredBlocks:
         return Plan(rows, self.spec.vocab_size, self._scratch(rows), self.spec.vocab_size)
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
-        """See `protocol.TopKFinder`."""
+        """From the stored logits of a block and their maxima."""
         stored, maxima, partial = logits(head, batch.hidden, batch.inverse_temperature)
         # Padding's rows are undefined, and dropped at the end: a slice of the stored array might be a copy.
         padded = stored.shape[0]

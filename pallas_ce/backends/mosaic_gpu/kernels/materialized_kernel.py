@@ -45,7 +45,7 @@ def tiles(itemsize: int, piece: int | None = None) -> Config:
 
 
 def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
-    """See `protocol.Materialized`."""
+    """The `Partial` of `logits [n, V']`, without targets, of one kernel."""
     if not (fields := fields_of(names, targets=False)):
         return Partial()
     if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT:  # not always: a copy would be large
@@ -56,7 +56,7 @@ def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
 
 
 def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None) -> jax.Array:
-    """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them."""
+    """dlogits `[n, V']` of the batch's logits, which they overwrite where XLA need not keep them."""
     logits = batch.hidden
     by_row = vectors_by_row(gradient.coefficients, gradient.reference)
     if "target" in by_row:

@@ -61,13 +61,10 @@ def weight_config(columns: int, hidden_size: int, vocab_axis: int) -> Config:
 
 def parts(config: Config, rows: int, hidden_size: int, vocab_size: int) -> int:
     """The fewest parts of the vocabulary with which the multiprocessors lose little time at the end."""
-    tiles, workers = config.row_blocks(rows) * config.column_blocks(hidden_size), config.workers
-
-    def time(count: int) -> float:
+    tiles, workers, times = config.row_blocks(rows) * config.column_blocks(hidden_size), config.workers, []
+    for count in range(1, 1 + min(_MOST_PARTS, -(-vocab_size // STEP))):
         rounds = -(-tiles * count // workers)
-        return rounds * workers / (tiles * count) + (count - 1) * _PART_COST / vocab_size
-
-    times = [time(count) for count in range(1, 1 + min(_MOST_PARTS, -(-vocab_size // STEP)))]
+        times.append(rounds * workers / (tiles * count) + (count - 1) * _PART_COST / vocab_size)
     return 1 + next(i for i, t in enumerate(times) if t <= min(times) + _NEGLIGIBLE)
 
 
