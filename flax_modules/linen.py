@@ -1,6 +1,5 @@
 """Loss heads for models written in `flax.linen`: modules that own, or share, the unembedding and return the loss."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -100,12 +99,6 @@ class LossHead(HeadCalls, nn.Module):
             raise TypeError(f"embed is a {type(embed).__name__}: pass the nn.Embed whose embedding the head shares")
         options.setdefault("dtype", embed.dtype)
         return cls._sharing("embed", embed, (embed.num_embeddings, embed.features), vocab_size, options)
-
-    @classmethod
-    def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Any) -> Self:
-        """`of`, under its former name."""
-        warnings.warn("LossHead.tied is now LossHead.of, with the same arguments", DeprecationWarning, stacklevel=2)
-        return cls.of(embed, vocab_size=vocab_size, **options)
 
     def setup(self) -> None:
         """Creates the parameters the head owns."""

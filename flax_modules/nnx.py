@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
@@ -208,20 +207,6 @@ class LossHead(HeadCalls, nnx.Module):
                 options.setdefault(option, getattr(layer, option, None))
         axis, shape = shared.vocab_axis(layer, vocab_axis), found.weight.shape
         return cls._sharing(("embed", "linear")[axis], source, (shape[axis], shape[1 - axis]), vocab_size, options)
-
-    @classmethod
-    def tied(cls, embed: Any, *, vocab_size: int | None = None, **options: Any) -> Self:
-        """`of` a parameter or a layer whose weight is `[V, H]`, under its former name."""
-        warnings.warn("LossHead.tied is now LossHead.of, with the same arguments", DeprecationWarning, stacklevel=2)
-        return cls.of(embed, vocab_axis=0, vocab_size=vocab_size, **options)
-
-    @classmethod
-    def of_linear(cls, linear: nnx.Module, *, vocab_size: int | None = None, **options: Any) -> Self:
-        """`of` a layer, under its former name."""
-        warnings.warn(
-            "LossHead.of_linear is now LossHead.of, with the same arguments", DeprecationWarning, stacklevel=2
-        )
-        return cls.of(linear, vocab_size=vocab_size, **options)
 
     def _projection(self) -> tuple[jax.Array | LowRank, int, jax.Array | None]:
         source = self.linear if self.embed is None else self.embed

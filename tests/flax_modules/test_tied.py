@@ -83,13 +83,3 @@ def test_a_tied_head_computes_in_the_dtype_of_its_embedding():
     narrow, wide = (nnx.Embed(VOCAB, FEATURES, dtype=dtype, rngs=nnx.Rngs(0)) for dtype in (jnp.bfloat16, None))
     assert on_nnx.LossHead.of(narrow).dtype == jnp.bfloat16
     assert on_nnx.LossHead.of(wide, dtype=jnp.bfloat16).dtype == jnp.bfloat16
-
-
-def test_the_former_names_warn_and_make_the_same_head(framework, hidden):
-    embed = nn.Embed(VOCAB, FEATURES) if framework is linen else nnx.Embed(VOCAB, FEATURES, rngs=nnx.Rngs(0))
-    with pytest.warns(DeprecationWarning, match=r"LossHead\.tied is now LossHead\.of"):
-        assert framework.LossHead.tied(embed, vocab_size=30).vocab_size == 30
-    if framework is on_nnx:
-        linear = nnx.Linear(FEATURES, VOCAB, rngs=nnx.Rngs(0))
-        with pytest.warns(DeprecationWarning, match=r"LossHead\.of_linear is now LossHead\.of"):
-            assert_close(on_nnx.LossHead.of_linear(linear).logits(hidden), linear(hidden), rtol=1e-4, atol=1e-5)
