@@ -138,9 +138,9 @@ def performance_page(documents: Documents) -> str:
     spans = {name: (min(line.values()), max(line.values())) for name, line in time.items()}
     parts = [
         _MADE,
-        "Loss and gradients take `in_forward` {:.2f} to {:.2f} times as long as three bare products of the same sizes, "
-        "and `recompute` {:.2f} to {:.2f} times.".format(
-            *spans["pallas-ce, in_forward"], *spans["pallas-ce, recompute"]
+        "On an {device} with jax {jax}, {date}, loss and gradients take `in_forward` {:.2f} to {:.2f} times as long as "
+        "three bare products of the same sizes, and `recompute` {:.2f} to {:.2f} times.".format(
+            *spans["pallas-ce, in_forward"], *spans["pallas-ce, recompute"], **documents["gpu_head_grid"]["machine"]
         ),
         "## Beside other implementations",
         f"{ROWS} rows, width 4096, bfloat16; by size of the vocabulary. Time over three bare products:",
@@ -175,15 +175,14 @@ def adopting_page(documents: Documents) -> str:
     parts = [
         _MADE,
         "## Seconds to compile",
-        "The head alone, on an {device}; canonical stores the logits. Autotuning is XLA's, of its own products.".format(
-            **compiled["machine"]
-        ),
+        "The head alone, on an {device} with jax {jax}, {date}; canonical stores the logits. Autotuning is XLA's, of "
+        "its own products.".format(**compiled["machine"]),
         table(rows_of(compiled), COLUMNS["cost_compile"]),
         "## The host's time",
-        "Microseconds until a call returns, while an {device} is busy.".format(**bridge["machine"]),
+        "Microseconds until a call returns, while an {device} is busy; jax {jax}, {date}.".format(**bridge["machine"]),
         _costs(bridge, "host"),
         "## Memory",
-        "MiB of a process that takes loss and gradients, by the driver's count.",
+        "MiB of a process that takes loss and gradients, by the driver's count, on the same day.",
         _costs(bridge, "memory"),
     ]
     return "\n\n".join(parts)

@@ -25,6 +25,10 @@ def test_every_target_is_of_a_file_and_of_numbers_that_are_there() -> None:
     assert [row["what"] for t in targets.TARGETS if "value" not in (row := targets.judged(t, documents))] == []
 
 
+def test_every_missed_target_has_a_reason() -> None:
+    assert "\n| – |" not in targets.missed_table(DOCUMENTS)
+
+
 def test_pages_name_the_results_that_they_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpu_report", "--folder", str(tmp_path)]) == 2
     assert "holds no results" in capsys.readouterr().err
