@@ -1,4 +1,4 @@
-"""The distribution's metadata, as installed, says what the project promises."""
+"""What the metadata promises; and a release is published only where tag, version and changelog agree."""
 
 import importlib
 import os
@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 from importlib import metadata, resources
+from pathlib import Path
 
 import pytest
+from check_release import disagreement
 
 import pallas_ce
 from pallas_ce.backends import packages
 
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("pallas_ce", "flax_modules", "torch_bridge")
 EXTRAS = {"cuda12", "cuda13", "flax", "triton", "torch", "huggingface", "trl", "qlora", "experiments", "docs", "dev"}
 
@@ -56,3 +59,32 @@ def test_without_flax_its_modules_name_the_extra(module, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'pallas-ce[flax]'")):
         importlib.import_module(module)
+
+
+CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "version", "changelog", "words"),
+    [
+        ("v0.2.0", "0.2.0", CHANGELOG, "None"),  # it may be published
+        ("v0.2.0", "0.2.0.dev0", CHANGELOG, "__version__"),
+        ("v0.2.1", "0.2.0", CHANGELOG, "name the tag v0.2.0"),
+        ("", "0.2.0", CHANGELOG, "name the tag"),
+        ("v0.2.0", "0.2.0", "## [Unreleased]\n", "no heading"),
+        ("v0.2.0", "0.2.0", "## [0.2.0]\n", "no heading"),
+    ],
+)
+def test_what_disagrees_is_named(tag, version, changelog, words):
+    assert words in str(disagreement(tag, version, changelog))
+
+
+def test_the_changelog_has_the_version_of_this_release():
+    """Between releases, as a version `.dev`, there is nothing to agree with."""
+    version = pallas_ce.__version__
+    assert ".dev" in version or disagreement(f"v{version}", version, (ROOT / "CHANGELOG.md").read_text()) is None
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "CITATION.cff", "docs/conf.py"])
+def test_the_version_is_in_one_place(file):
+    assert not re.search(r"^(version|release|__version__):? *=? *[\"'\d]", (ROOT / file).read_text(), re.MULTILINE)

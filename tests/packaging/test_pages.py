@@ -1,9 +1,10 @@
-"""Examples run: each page's Python blocks, in order, as a reader would type them, and the scripts in `examples`.
+"""What pages name is there, and examples run: Python blocks, in order, as a reader would type them, and scripts.
 
 A block whose first line is `# raises ErrorType: words` must raise that error, with these words in its message.
 """
 
 import builtins
+import importlib
 import importlib.util
 import itertools
 import os
@@ -13,7 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_installs import python_blocks
+from check_installs import PAGES as QUICK_STARTS
+from check_installs import PLANS, installs, program, python_blocks
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -81,3 +83,42 @@ def test_a_script_runs_and_what_it_asserts_holds(path):
     environment.pop("XLA_FLAGS", None)  # the tests' flags are for small programs that run once
     ended = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+DOCUMENTED = [
+    name
+    for page in sorted((ROOT / "docs" / "api").glob("*.md"))
+    for name in re.findall(r"^\.\. auto(?:class|function):: (\S+)$", page.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("module", ["pallas_ce", "flax_modules.nnx", "flax_modules.linen", "torch_bridge"])
+def test_the_reference_has_every_public_name_once(module):
+    public = importlib.import_module(module).__all__
+    assert sorted(n for n in DOCUMENTED if n.rpartition(".")[0] == module) == sorted(f"{module}.{n}" for n in public)
+
+
+def test_the_reference_has_the_names_that_other_projects_import():
+    source = (ROOT / "torch_bridge" / "selective.py").read_text()
+    names = re.findall(r"^def ([a-z]\w+)", source, re.MULTILINE)
+    assert sorted(n for n in DOCUMENTED if ".selective." in n) == sorted(f"torch_bridge.selective.{n}" for n in names)
+
+
+def test_the_page_of_faults_names_tests_that_exist_and_every_test_of_a_fault():
+    named = set(re.findall(r"`(tests/\S+\.py)::(\w+)`", (ROOT / "docs" / "robustness.md").read_text()))
+    files = {file for file, _ in named} | {str(x.relative_to(ROOT)) for x in ROOT.glob("tests/*/test_faults.py")}
+    tests = {(file, name) for file in files for name in re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), re.M)}
+    assert named - tests == set()
+    assert {(file, name) for file, name in tests if file.endswith("/test_faults.py")} - named == set()
+
+
+@pytest.mark.parametrize("page", QUICK_STARTS)
+def test_each_block_and_each_install_line_of_a_quick_start_is_followed(page):
+    text, plans = (ROOT / page).read_text(), [extras for _, _, extras in PLANS]
+    assert all(any(block in program(text, extras) for extras in plans) for block in python_blocks(text))
+    assert installs(text) == {extra for extras in plans for extra in extras}
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))])
+def test_every_extra_that_a_page_installs_exists(page):
+    installs((ROOT / page).read_text())
