@@ -18,20 +18,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import (
-    MeshAxes,
     cross_entropy,
     explain,
     linear_chain_crf,
     linear_cross_entropy_and_gradients,
-    linear_distillation,
     selective_log_softmax,
 )
 from tests.pallas_ce import spoilt
-from tests.pallas_ce.cases import BY_ROW, CASES, DISTILLATIONS, HEADS, SERVED, TEMPERED, Sizes, total
+from tests.pallas_ce.cases import BY_ROW, CASES, HEADS, SERVED, TEMPERED, Sizes, total
 from tests.pallas_ce.checks import assert_near_oracle, library_results
 from tests.pallas_ce.layouts import LAYOUTS, flat, mesh, same
 from tests.pallas_ce.problems import Problem, problems
-from tests.pallas_ce.streamed import assert_distills, stored_divergence, two_heads
 
 
 @hypothesis.given(
@@ -46,46 +43,6 @@ def test_any_options_split_over_a_mesh(p: Problem, layout: Any, backward: str) -
     on = mesh(shape=(2, 2))
     p.arrays = {name: jax.device_put(x, NamedSharding(on, specs.get(name, P()))) for name, x in p.arrays.items()}
     assert_near_oracle(p, library_results(p, "xla", backward))
-
-
-@hypothesis.given(data=st.data())
-def test_a_divergence_of_parts_matches_the_definition_in_float64(data: Any) -> None:
-    """Inside a shard_map, by row: both heads split alike."""
-    draw = data.draw
-    layout, (rows, v) = draw(st.sampled_from(LAYOUTS[1:])), ((8, 8), 64)
-    given = two_heads(draw(st.integers(0, 99)), 64, 16, v, draw(st.sampled_from([0.1, 1.0, 5.0])), teacher_h=24)
-    rng, specs, options = np.random.default_rng(1), {}, {"vocab_size": draw(st.sampled_from([v, v - 3, v - 30]))}
-    for side in ("", "teacher_"):
-        if draw(st.booleans()):
-            given[side + "bias"] = rng.normal(size=v).astype(np.float32)
-        if draw(st.booleans()):
-            options[side + "logit_softcap"] = 3.0
-        specs |= {side + "hidden": layout.hidden, side + "weight": layout.weight, side + "bias": layout.bias}
-    temperature = draw(st.sampled_from([1.3, np.linspace(0.5, 3, 64, dtype=np.float32)]))
-    divergence, beta = draw(st.sampled_from(DISTILLATIONS)), draw(st.sampled_from([0.1, 0.5, 0.9]))
-    mask = np.arange(64) % 5 != draw(st.sampled_from([3, 5]))
-    checked, scratch = draw(st.booleans()), draw(st.sampled_from([None, 3000]))
-    axes = MeshAxes(**layout.axes, grad=None if checked else "outside")
-    cotangent = np.where(mask, rng.normal(size=64), 0)
-
-    def ours(given: dict[str, Any]) -> Any:
-        folded = {k: x.reshape(*rows, -1) if k.endswith("hidden") else x for k, x in given.items()}
-        by_row = [np.broadcast_to(x, 64).reshape(rows) for x in (temperature, mask)]
-
-        def part(given: Any, temperature: Any, mask: Any) -> Any:
-            return linear_distillation(
-                **given, temperature=temperature, row_mask=mask, divergence=divergence, beta=beta, reduction="none",
-                scratch_bytes=scratch, mesh_axes=axes, **options,
-            )  # fmt: skip
-
-        lie = {name: specs[name] for name in folded}, layout.hidden, layout.hidden
-        split = jax.shard_map(part, mesh=mesh(), in_specs=lie, out_specs=layout.hidden, check_vma=checked)
-        return jax.jit(split)(folded, *by_row).reshape(-1)
-
-    def theirs(given: dict[str, Any]) -> Any:
-        return jnp.where(mask, stored_divergence(given, divergence, beta, temperature, options), 0)
-
-    assert_distills(ours, theirs, given, cotangent)
 
 
 WHOLE = P()

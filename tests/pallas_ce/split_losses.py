@@ -5,6 +5,7 @@ The value, all gradients, and sums that gradients are added to.
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -61,27 +62,6 @@ def expected_sums(vocabulary: int) -> Any:
 
     found, (d_hidden, d_weight, d_bias) = jax.value_and_grad(plain, (0, 1, 2))(hidden, weight, bias)
     return found, 0.5 * d_hidden, 2 * weight + 0.5 * d_weight, 2 * bias + 0.5 * d_bias
-
-
-def assert_laid_as(found: Any, inputs: Any, explicit: bool) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(inputs), strict=True):
-        assert jax.typeof(x) == jax.typeof(y) if explicit else x.sharding.is_equivalent_to(y.sharding, y.ndim)
-
-
-@pytest.mark.nightly(keep=4)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS, **IDS)
-@pytest.mark.parametrize("kind", KINDS, **IDS)
-def test_gradients_are_added_to_sums_which_stay_where_they_are(layout: Layout, mode: Any, kind: AxisType) -> None:
-    """Results lie as their inputs, and repeats are equal in every bit."""
-    on, explicit = mesh(kind), kind == AxisType.Explicit
-    with jax.set_mesh(on) if explicit else contextlib.nullcontext():
-        given = placed(layout, on, True)
-        step = jax.jit(functools.partial(added, backward=mode))
-        got = step(*given)
-        same(got, expected_sums(layout.vocabulary))
-        assert_laid_as(got[1:], given[:3], explicit)
-        jax.tree.map(np.testing.assert_array_equal, step(*given), got)
 
 
 def differentiated(
@@ -163,11 +143,15 @@ def distilled(
     hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, token_weights: Any, *teacher: Any,
     vocabulary: int, **options: Any,
 ) -> Any:  # fmt: skip
-    """The loss from a wider teacher; the last three entries do not exist."""
-    return linear_distillation(
+    """The loss from a wider teacher, or the sum over its rows, at the last array's temperatures or a given one."""
+    given = {"temperature": teacher[3], "logit_softcap": 5.0, "vocab_size": vocabulary - 3, **options}
+    if given.get("reduction") == "none":
+        labels, given["row_mask"] = None, labels >= 0
+    found = linear_distillation(
         hidden, weight, *teacher[:2], labels, bias=bias, logit_scale=scale, token_weights=token_weights,
-        teacher_bias=teacher[2], logit_softcap=5.0, temperature=1.3, vocab_size=vocabulary - 3, **options,
+        teacher_bias=teacher[2], **given,
     )  # fmt: skip
+    return jnp.sum(found)
 
 
 @functools.cache
@@ -176,15 +160,15 @@ def two_heads(layout: Layout) -> tuple[Any, Any]:
     given = arrays(layout.vocabulary, True, layout.low_rank)
     keys = jax.random.split(jax.random.key(1), 2)
     teacher = jax.random.normal(keys[0], (B, T, 24)), jax.random.normal(keys[1], (layout.vocabulary, 24))
-    given = (*given, teacher[0], teacher[1].at[-3:].set(jnp.nan), given[2][::-1])
-    return given, (*layout.specs, layout.hidden, layout.weight, layout.bias)
+    temperature = jnp.linspace(0.5, 3.0, B * T).reshape(B, T)
+    given = (*given, teacher[0], teacher[1].at[-3:].set(jnp.nan), given[2][::-1], temperature)
+    return given, (*layout.specs, layout.hidden, layout.weight, layout.bias, layout.hidden)
 
 
-@functools.cache
-def divergence_of(layout: Layout, divergence: Any, normalizer: float | None) -> Any:
+def divergence_of(layout: Layout, **options: Any) -> Any:
     """Value and gradients of stored logits."""
-    options = {"divergence": divergence, "vocabulary": layout.vocabulary, "normalizer": normalizer}
-    return gradients(functools.partial(distilled, implementation="reference", **options))(*two_heads(layout)[0])
+    function = functools.partial(distilled, implementation="reference", vocabulary=layout.vocabulary, **options)
+    return jax.jit(gradients(function))(*two_heads(layout)[0])
 
 
 @pytest.mark.nightly(keep=6)
@@ -193,30 +177,47 @@ def divergence_of(layout: Layout, divergence: Any, normalizer: float | None) -> 
 @pytest.mark.parametrize("divergence", DISTILLATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)
 def test_a_divergence_inside_shard_map(layout: Layout, divergence: Any, inside: bool, checked: bool) -> None:
-    """Both heads split alike; by the mean's own normaliser where the devices share it."""
-    layout, normalizer = layout.with_term(divergence == "jsd"), 30.0 if layout.only_rows else None
-    (given, specs), want = two_heads(layout), divergence_of(layout, divergence, normalizer)
+    """Both heads split alike; a case draws its options. By the mean's own normaliser where the devices share it."""
+    draw = random.Random(f"{layout.name} {divergence} {inside} {checked}").choice
+    layout = layout.with_term(draw([True, False]))
+    options: dict[str, Any] = {"divergence": divergence, "beta": draw([0.1, 0.5, 0.9])}
+    options |= draw([{}, {"temperature": 1.3}]) | draw([{}, {"teacher_logit_softcap": 3.0, "logit_softcap": None}])
+    options |= draw([{}, {"vocab_size": layout.vocabulary - 30}])
+    if layout.only_rows:
+        options["normalizer"] = 30.0
+    elif not layout.axes["rows"]:
+        options["reduction"] = draw(["mean", "none"])
+    (given, specs), want = two_heads(layout), divergence_of(layout, **options)
     axes = MeshAxes(**layout.axes, grad=None if checked else "inside" if inside else "outside")
     local = functools.partial(
-        distilled, divergence=divergence, vocabulary=layout.vocabulary, mesh_axes=axes,
-        normalizer=normalizer, scratch_bytes=20_000,
-    )  # fmt: skip
+        distilled, vocabulary=layout.vocabulary, mesh_axes=axes, scratch_bytes=draw([None, 20_000]), **options
+    )
     same(jax.jit(differentiated(local, layout.only_rows, specs, DIFFERENTIATED, inside, checked))(*given), want, 2e-5)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("kind", KINDS, **IDS)
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)
-def test_a_divergence_by_the_arrays_own_shardings(layout: Layout, kind: AxisType) -> None:
-    """Gradients lie as their inputs."""
+@pytest.mark.parametrize("name", [*MODES, "jsd"])
+def test_gradients_lie_as_their_arrays(name: str, layout: Layout, kind: AxisType) -> None:
+    """A divergence's, and those that are added to sums in a mode; repeats are equal in every bit."""
     explicit, on = kind == AxisType.Explicit, mesh(kind)
     given, specs = two_heads(layout)
-    step = jax.jit(gradients(functools.partial(distilled, divergence="jsd", vocabulary=layout.vocabulary)))
+    if name == "jsd":
+        function = gradients(functools.partial(distilled, vocabulary=layout.vocabulary, divergence=name))
+        want = divergence_of(layout, divergence=name)
+    else:
+        given, specs, want = given[:6], specs[:6], expected_sums(layout.vocabulary)
+        function = functools.partial(added, backward=name)
     with jax.set_mesh(on) if explicit else contextlib.nullcontext():
         given = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, specs, strict=True)]
+        step = jax.jit(function)
         got = step(*given)
-        same(got, divergence_of(layout, "jsd", None), 2e-5)
-        assert_laid_as(got[1], [given[place] for place in DIFFERENTIATED], explicit)
+        same(got, want, 2e-5)
+        jax.tree.map(np.testing.assert_array_equal, step(*given), got)
+        for x, place in zip(jax.tree.leaves(got[1:]), DIFFERENTIATED, strict=False):
+            y = given[place]
+            assert jax.typeof(x) == jax.typeof(y) if explicit else x.sharding.is_equivalent_to(y.sharding, y.ndim)
 
 
 @pytest.mark.nightly(keep=2)
