@@ -3,6 +3,7 @@
 Other backends share the drawn problems and most tests.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,7 @@ from tests.pallas_ce.checks import (
     call,
     library_results,
 )
-from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
+from tests.pallas_ce.problems import LOGIT_OPTIONS, Problem, make, narrow_problems, problems
 from tests.pallas_ce.sums import ANY_CALL, assert_any_options
 from tests.triton import interpreted
 
@@ -171,6 +172,40 @@ def test_the_same_inputs_give_the_same_bits_however_many_programs_share_the_tile
         jax.clear_caches()
         found.append(jax.tree.map(np.asarray, library_results(p, "triton", backward)))
     assert all(map(np.array_equal, *map(jax.tree.leaves, found)))
+
+
+OF_A_ROW = ("lse", "log_prob", "entropy", "argmax")
+
+
+@few
+@hypothesis.given(p=problems(most=(40, 33, 130)) | narrow_problems([np.float16]), data=st.data())
+def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place(p: Problem, data: Any) -> None:
+    """Of the head's options; some of the rows are masked."""
+    head = {name: x for name, x in p.arrays.items() if name not in ("hidden", "token_weights")}
+    options = {name: x for name, x in p.options.items() if name in LOGIT_OPTIONS}
+
+    @jax.jit
+    def run(hidden: Any, labels: Any, counts: Any) -> Any:
+        batch = dataclasses.replace(p, labels=labels, options=options)
+        given = {"statistics": OF_A_ROW, "row_mask": counts, "implementation": "triton"}
+        return call(linear_row_statistics, batch, {"hidden": hidden, **head}, **given)
+
+    n = p.labels.size
+    hidden, labels, all_count = p.arrays["hidden"], np.abs(p.labels) % 5, np.ones(n, bool)
+    whole = run(hidden, labels, all_count)
+    row = data.draw(st.integers(0, n - 1))
+    masked = np.random.default_rng(row).random(n) < data.draw(st.sampled_from([0.2, 0.95]))
+    masked[row] = True
+    for places, counts in (
+        (np.array([row]), all_count[:1]),
+        (np.arange(n)[::-1], all_count),
+        (np.arange(n), masked),
+        (np.arange(3 * n) % n, np.tile(masked, 3)),
+    ):
+        some = run(hidden[places], labels[places], counts)
+        for name in OF_A_ROW:
+            found, want = (np.asarray(getattr(x, name)) for x in (some, whole))
+            np.testing.assert_array_equal(found[counts], want[places][counts], err_msg=name)
 
 
 SPOILT = [
