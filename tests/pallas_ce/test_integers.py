@@ -1,5 +1,6 @@
-"""Ids of every integer dtype, of NumPy and of JAX, with 64-bit mode and without: the results equal int32's."""
+"""Ids of every integer dtype: the rule of labels, and calls, which give int32's results, of NumPy and of JAX."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +21,17 @@ from pallas_ce import (
     build_loss_fn,
     chunked_cross_entropy,
     cross_entropy,
-    dpo_loss,
     linear_chain_crf,
     linear_cross_entropy_and_gradients,
     linear_log_probs,
     mean_squared_lse,
     multi_task_cross_entropy,
-    policy_loss,
     register_loss,
     sampled_softmax_cross_entropy,
     selective_log_softmax,
-    sequence_log_probs,
-    top_k_distillation_loss,
 )
+from pallas_ce.api import checks
+from pallas_ce.statistics.labels import NO_TARGET, canonical, check, counted
 from tests.pallas_ce.cases import HEADS, KEY
 
 N, H = 6, 4
@@ -54,17 +53,6 @@ def _crf(ids: Any, v: int) -> Any:
         jnp.outer(jnp.sin(jnp.arange(1.0 * v)), jnp.cos(jnp.arange(1.0 * v))),
     )
     return linear_chain_crf(emissions.reshape(2, 3, v), ids.reshape(2, 3), transitions, reduction="none")
-
-
-def _post_training(ids: Any, v: int) -> Any:
-    several = jnp.stack if isinstance(ids, jax.Array) else np.stack
-    log_probs = linear_log_probs(HIDDEN, _weight(v), several([ids, ids[::-1]], axis=-1))
-    own = log_probs[:, 0].reshape(2, 3)
-    return (
-        top_k_distillation_loss(log_probs, jnp.full((N, 2), -3.0), aggregation="none"),
-        policy_loss(own, jnp.ones(2), aggregation="none"),
-        dpo_loss(*sequence_log_probs(own), jnp.float32(-3), jnp.float32(-4)),
-    )
 
 
 def _running(ids: Any, v: int) -> Any:
@@ -125,7 +113,6 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
         lambda z, ids: build_loss_fn({"loss_fn": "lse of these tests", "z_loss_weight": 0.1})(z, ids)
     ),
     "multi_task_cross_entropy": lambda ids, v: multi_task_cross_entropy(HIDDEN, {"a": Task(_weight(v), ids)}),
-    "post-training": _post_training,
     "nnx.LossHead": lambda ids, v: _heads(flax_modules.nnx, v)(HIDDEN, ids),
     "linen.LossHead": lambda ids, v: _linen(_heads(flax_modules.linen, v), HIDDEN, ids),
     "nnx.MultiTokenLossHead": functools.partial(_multi_token, flax_modules.nnx),
@@ -162,3 +149,47 @@ def test_ids_of_every_dtype_mean_what_they_are(name: str, data: Any) -> None:
         got = CALLS[name](given, v)
     for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+VOCABULARIES = [1, 5, 100, 127, 128, 129, 200, 256, 300, 40_000, 100_000, 2**31 - 1]
+
+
+def _around(dtype: str, vocab_size: int) -> list[int]:
+    """What lies around every border."""
+    limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
+    near = [0, 1, 5, 99, vocab_size - 1, vocab_size, limits.max - 1, limits.max, limits.min, -1, -7, -100]
+    near += [2**31 - 1, 2**31, 2**31 + 5, 2**32, 2**32 + 5, 2**63 + 5]
+    return [value for value in near if limits.min <= value <= limits.max]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", *DTYPES])
+def test_labels_of_any_integer_dtype_are_told_apart_from_the_vocabulary(dtype: str) -> None:
+    with jax.enable_x64(True) if "64" in dtype else contextlib.nullcontext():
+        for vocab_size in VOCABULARIES:
+            values = _around(dtype, vocab_size)
+            labels = jnp.asarray(np.array(values, np.int8 if dtype in ("int4", "uint4") else dtype), dtype)
+            found = canonical(labels, vocab_size)
+            inside = [0 <= value < vocab_size for value in values]
+            assert labels.dtype == dtype
+            assert found.dtype == np.int32
+            assert found.tolist() == [v if i else NO_TARGET for v, i in zip(values, inside, strict=True)]
+            assert counted(found, -100).tolist() == inside
+            for ignored in (0, 5, 99, -1, 2**40, None):
+                want = [i and v != ignored for v, i in zip(values, inside, strict=True)]
+                assert counted(found, ignored).tolist() == want
+
+
+def test_lists_of_integers_do_not_wrap_around_either() -> None:
+    for given in ([2, 2**32 + 2], [np.int64(2), np.int64(2**32 + 2)]):
+        assert canonical(checks.ids("labels", given), 5).tolist() == [2, NO_TARGET]
+    assert canonical(checks.ids("labels", [jnp.int32(2), 1]), 5).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", *DTYPES])
+def test_values_of_any_integer_dtype_are_validated(dtype: str) -> None:
+    with jax.enable_x64(True):
+        labels = jnp.asarray([3, 7]).astype(dtype)
+    check(labels, -100, 200)
+    check(labels, 7, 5)
+    with pytest.raises(ValueError, match=r"labels\[1\]=7 is neither in \[0, vocab_size=5\) nor ignore_index=-100"):
+        check(labels, -100, 5)
