@@ -134,7 +134,7 @@ class Sizes:
     def several(self) -> np.ndarray:
         """Three labels for each row, some of them ignored, others twice."""
         one = self.labels
-        return np.stack([one, np.where(np.arange(self.rows) % 2, one, -100), np.where(one < 0, one, 4)], axis=1)
+        return np.stack([one, np.where(np.arange(self.rows) % 2, one, -100), np.where(self.counts, 4, one)], axis=1)
 
     def spread(self, values: Any) -> Any:
         """Of results for rows that count, results for all rows, 0 in the others."""
@@ -164,6 +164,8 @@ class Sizes:
             x = np.asarray(0.1)
         elif name.endswith("log_probs"):
             x = -2.0 - abs(x)
+            if name == "teacher_log_probs":  # a row has fewer tokens
+                x[0, 0, 2:] = -np.inf
         elif name.endswith(("weights", "temperature", "scale")):
             x = 0.5 + abs(x)
         if name in ("weight", "teacher_weight", "down"):  # so that no exponential overflows where +inf is the maximum
@@ -261,10 +263,10 @@ def _plain_statistics(s: Sizes, a: Arrays, form: Any, _: str) -> Any:
 
 
 def _plain_log_probs(s: Sizes, a: Arrays, form: Any, _: str) -> Any:
-    labels = jnp.asarray(s.labels[s.counted])
-    found = plain.statistics(_z(s, a), labels, jnp.ones(s.classes), form)
-    named = {"log_probs": found["log_prob"], "entropy": found["entropy"], "sum_sq_probs": found["sum_sq_probs"]}
-    return s.spread({**named, "hit": found["argmax"] == labels})
+    labels = jnp.asarray(s.several[s.counted])
+    found, real = plain.statistics(_z(s, a), labels, jnp.ones(s.classes), form), labels >= 0
+    named = {"log_probs": jnp.where(real, found["log_prob"], 0.0)} | {x: found[x] for x in ("entropy", "sum_sq_probs")}
+    return s.spread({**named, "hit": real & (found["argmax"][:, None] == labels)})
 
 
 def _plain_loss(s: Sizes, a: Arrays, form: Any, reduction: str) -> Any:
@@ -415,7 +417,7 @@ CASES: dict[str, Case] = {
         constants=OF_STATISTICS, ways=EACH, finite=OF_STATISTICS,
     ),
     "linear_log_probs": _of_head(
-        "linear_log_probs", _plain_log_probs, "temperature", constants=("temperature",), ways=EACH,
+        "linear_log_probs", _plain_log_probs, "temperature", labels="several", constants=("temperature",), ways=EACH,
         finite=("temperature",),
     ),
     "linear_loss": _of_head(

@@ -1,6 +1,5 @@
-"""`linear_log_probs`: what it returns of the statistics that `test_contract.py` compares with the oracle."""
+"""`linear_log_probs`: what it returns; and over a support, against a softmax of the kept logits in float64."""
 
-import functools
 from typing import Any
 
 import hypothesis
@@ -8,54 +7,98 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from pallas_ce import LogProbs, linear_log_probs, linear_row_statistics
+from pallas_ce import linear_log_probs
+from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, call, with_gradients
-from tests.pallas_ce.problems import Problem, statistics_problems
+from tests.pallas_ce.problems import Problem, problems
 from tests.pallas_ce.streamed import no_stored_logits
 
-HIDDEN, WEIGHT = jnp.ones((4, 3)), jnp.ones((5, 3))
+HIDDEN, WEIGHT = jnp.arange(12.0).reshape(4, 3) / 7, jnp.sin(jnp.arange(15.0)).reshape(5, 3)
 
 
-@hypothesis.given(p=statistics_problems(), ignore_index=st.sampled_from([-100, 0, None]))
-def test_everything_returned_is_the_rows_statistics_where_labels_count(p: Problem, ignore_index: Any) -> None:
-    """Values and gradients; upstream weights where nothing counts do not matter."""
-    v = p.options.get("vocab_size", p.arrays["weight"].shape[0])
-    real = (p.labels >= 0) & (p.labels < v) & (p.labels != ignore_index)
-    counts = real.reshape(len(real), -1).any(axis=1)
+def asked(*given: Any, **options: Any) -> Any:
+    everything = {"return_entropy": True, "return_sum_sq_probs": True, "return_hit": True}
+    return linear_log_probs(*given, **everything, **options)
 
-    def weighted(found: LogProbs) -> Any:
-        return sum(jnp.sum(x * np.sin(1.0 + np.arange(x.size)).reshape(x.shape)) for x in found[:3] if x is not None)
 
-    def of_statistics(x: Any) -> LogProbs:
-        names = ("log_prob", "entropy", "sum_sq_probs", "argmax")
-        s = call(linear_row_statistics, p, x, statistics=names, row_mask=counts)
-        hit = real & (p.labels == jnp.reshape(s.argmax, (-1, *[1] * (real.ndim - 1))))
-        return LogProbs(jnp.where(real, s.log_prob, 0.0), s.entropy, s.sum_sq_probs, hit)
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@hypothesis.given(p=problems(), kept=st.integers(1, 9), seed=st.integers(0, 2**31), by_row=st.booleans())
+def test_it_is_the_softmax_of_the_kept_logits(
+    p: Problem, kept: int, seed: int, by_row: bool, implementation: str
+) -> None:
+    p.options = {name: x for name, x in p.options.items() if name in ("vocab_size", "logit_softcap")}
+    p.arrays.pop("token_weights", None)
+    n, v = p.labels.shape[0], p.options.get("vocab_size", p.arrays["weight"].shape[0])
+    rng = np.random.default_rng(seed)
+    support = rng.integers(-2, v + 2, size=(n, kept))
+    has = rng.random(n) < 0.7
+    support[has, rng.integers(kept, size=n)[has]] = p.labels[has]
+    temperature = rng.uniform(0.5, 2, size=n).astype(np.float32) if by_row else 1.3
+    logits = oracle.Logits(p.arrays, **p.options, temperature=temperature)
 
-    everything = functools.partial(linear_log_probs, return_entropy=True, return_sum_sq_probs=True, return_hit=True)
-    found = with_gradients(lambda x: call(everything, p, x, ignore_index=ignore_index), p.arrays, weighted)
-    assert_close(found, with_gradients(of_statistics, p.arrays, weighted), 1e-5, floor=1e-6)
+    counts = (p.labels >= 0) & (p.labels < v)
+    inside = np.any(np.arange(v) == support[..., None], axis=1) & counts[:, None]
+    label = (np.arange(v) == p.labels[:, None]) & inside
+    in_support = label.any(1)
+    z = np.where(inside, logits.z, -np.inf)
+    largest = np.where(inside.any(1), z.max(1, initial=-np.inf), 0.0)[:, None]
+    exponentials = np.exp(z - largest)
+    total = np.where(inside.any(1), exponentials.sum(1), 1.0)[:, None]
+    q, log_q = exponentials / total, np.where(inside, z - largest - np.log(total), 0.0)
+    entropy, squares = -(q * log_q).sum(1), (q * q).sum(1)
+
+    upstream = rng.normal(size=(3, n))
+    upstream[0] *= in_support
+    slopes = label - q * in_support[:, None], -q * (log_q + entropy[:, None]), 2 * q * (q - squares[:, None])
+    gradients = logits.gradients(sum(g[:, None] * slope for g, slope in zip(upstream, slopes, strict=True)))
+
+    def weighted(found: Any) -> Any:
+        log_probs = jnp.where(found.in_support, found.log_probs, 0.0)
+        values = log_probs, found.entropy, found.sum_sq_probs
+        return sum(jnp.sum(x * g) for x, g in zip(values, upstream.astype(np.float32), strict=True))
+
+    options = {"support": support, "temperature": temperature, "implementation": implementation}
+    found, got = with_gradients(lambda x: call(asked, p, x, **options), p.arrays, weighted)
+    np.testing.assert_array_equal(found.in_support, in_support)
+    np.testing.assert_array_equal(found.log_probs[~in_support], np.where(counts, -np.inf, 0.0)[~in_support])
+    log_probs = np.where(in_support, found.log_probs, 0.0), (log_q * label).sum(1)
+    assert_close((log_probs[0], found.entropy, found.sum_sq_probs), (log_probs[1], entropy, squares), 1e-5, floor=5e-6)
+    np.testing.assert_array_equal(found.hit, in_support & (z.argmax(1) == p.labels))
+    assert_close(got, gradients, 1e-5, floor=1e-5)
+
+
+def test_a_support_belongs_to_its_label_when_that_is_shifted() -> None:
+    labels = jnp.array([3, 1, 2, 4])
+    support = labels[:, None] + jnp.array([[0, -1]])
+    shifted = asked(HIDDEN, WEIGHT, labels, support=support, shift=1)
+    want = asked(HIDDEN[:3], WEIGHT, labels[1:], support=support[1:])
+    for x, y in zip(shifted, want, strict=True):
+        np.testing.assert_array_equal(x[:3], y)
+        assert not x[3]
+
+
+def test_nan_of_a_kept_logit_is_seen_and_of_others_is_not() -> None:
+    weight, labels = WEIGHT.at[2].set(jnp.nan), jnp.array([0, 1, 3, 4])
+    support = jnp.stack([labels, jnp.array([2, 3, 2, -1])], axis=1)
+    found = asked(HIDDEN, weight, labels, support=support)
+    for values in found[:3]:
+        np.testing.assert_array_equal(np.isnan(values), [True, False, True, False])
 
 
 def test_only_what_is_asked_for_is_returned() -> None:
+    """And 0 of a label that is ignored."""
     labels = jnp.array([0, 1, -100, 4])
     plain = linear_log_probs(HIDDEN, WEIGHT, labels)
     assert plain.shape == (4,)
     assert plain.dtype == jnp.float32
     found = linear_log_probs(HIDDEN, WEIGHT, labels, return_hit=True)
     np.testing.assert_array_equal(found.log_probs, plain)
-    np.testing.assert_array_equal(found.hit, [True, False, False, False])
+    np.testing.assert_array_equal(found.hit, labels == jnp.argmax(HIDDEN @ WEIGHT.T, axis=1))
     assert found.entropy is None
     assert found.sum_sq_probs is None
-
-
-def test_a_temperature_has_no_gradient() -> None:
-    def total(temperature: Any) -> Any:
-        return jnp.sum(linear_log_probs(HIDDEN, WEIGHT.at[0].set(2.0), jnp.arange(4), temperature=temperature))
-
-    assert np.all(np.asarray(jax.grad(total)(jnp.full(4, 0.5))) == 0)
-    assert jax.grad(total)(0.5) == 0
+    np.testing.assert_array_equal(linear_log_probs(HIDDEN, WEIGHT, labels, ignore_index=1), plain.at[1].set(0.0))
 
 
 def test_no_array_of_rows_times_vocabulary() -> None:
