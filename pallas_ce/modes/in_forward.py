@@ -124,7 +124,7 @@ def _statistics_and_sums(
         for_down = None if shares.down is None else block.select(shares.down, 0.0)
         for_hidden = through_down(head, shares.hidden, for_down)
         shares = shares._replace(hidden=for_hidden, down=for_down)
-        shares = shares.of(BY_ROW, lambda share, total: block.put(total, factor * share), sums)
+        shares = shares.of(BY_ROW, lambda share, total: block.put(total, factor * share.astype(wide)), sums)
         return block.put_each(found, statistics), shares, bits
 
     # A block that is the only one rounds its sum at once.

@@ -100,8 +100,10 @@ def anew(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kernels_for(platform: str, function: Callable[..., Any], *arguments: Any) -> set[str]:
+    """Traced under JAX's strictest rules for dtypes and ranks, under which a program may run."""
     h200.needs_plugin()
-    return kernels_in(jax.jit(anew(function)).trace(*arguments).lower(lowering_platforms=(platform,)))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        return kernels_in(jax.jit(anew(function)).trace(*arguments).lower(lowering_platforms=(platform,)))
 
 
 def left_to_lowering(function: Callable[..., Any], *arguments: Any) -> bool:
@@ -131,8 +133,8 @@ def with_every_option(backward: Any) -> Callable[..., Any]:
 
 # Functions of hidden, weight and labels. Programs that are traced by two backends show that their types are the same.
 CALLS: dict[str, Callable[..., Any]] = {
-    "the loss": linear_cross_entropy,
     "gradients, in_forward": loss(backward="in_forward"),
+    "the loss": linear_cross_entropy,
     "gradients, recompute": loss(backward="recompute"),
     "every option, in_forward": with_every_option("in_forward"),
     "every option, recompute": with_every_option("recompute"),
