@@ -1,9 +1,7 @@
-"""Losses and log-probabilities of stored logits: what `test_contract.py` and `test_edge_cases.py` do not have."""
+"""Losses and log-probabilities of stored logits: what contract, edge cases and offsets do not have."""
 
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,8 +13,6 @@ from tests.pallas_ce.checks import (
     assert_close,
     assert_exact_but_rounded,
     of_stored_logits,
-    relative_error,
-    with_gradients,
 )
 
 
@@ -62,52 +58,6 @@ def test_no_tokens_and_no_vocabulary_give_zero(n: int, v: int, reduction: Any) -
     assert metrics.num_tokens == 0
     assert jax.grad(lambda z: jnp.sum(cross_entropy(z, labels, **options)))(logits).shape == (n, v)
     assert mean_squared_lse(logits, labels) == 0
-
-
-def _plain(logits: Any, index: Any) -> Any:
-    """In the dtype of `logits`; entries outside the vocabulary are 0."""
-    log_probs = jax.nn.log_softmax(logits)
-    if index.ndim == logits.ndim - 1:
-        return _plain(logits, index[..., None])[..., 0]
-    inside = (index >= 0) & (index < logits.shape[-1])
-    return jnp.where(inside, jnp.take_along_axis(log_probs, jnp.where(inside, index, 0), axis=-1), 0)
-
-
-@hypothesis.settings(max_examples=12)
-@hypothesis.given(
-    leading=st.sampled_from([(1,), (7,), (2, 3), (130,)]),
-    several=st.sampled_from([(), (1,), (3,)]),
-    v=st.sampled_from([1, 2, 130, 20_000]),
-    scale=st.sampled_from([(0.01, 0.0), (4.0, 256.0), (30.0, -1e4)]),
-    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64]),
-    seed=st.integers(0, 2**16),
-)
-def test_values_and_gradients_are_those_of_the_exact_log_softmax(
-    leading: Any, several: Any, v: int, scale: Any, dtype: Any, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    index = rng.integers(-1, v + 1, size=leading + several)
-    cotangent = rng.normal(size=index.shape)
-
-    def weighted(value: Any) -> Any:
-        return jnp.sum(value * cotangent)
-
-    with jax.enable_x64(dtype == jnp.float64):
-        logits = jnp.asarray(rng.normal(size=(*leading, v)) * scale[0] + scale[1], dtype)
-        value, gradient = with_gradients(lambda z: selective_log_softmax(z, index), logits, weighted)
-    with jax.enable_x64(True):
-        wide = np.asarray(logits).astype(np.float64)
-        found = with_gradients(lambda z: _plain(z, index), wide, weighted)
-        want, exact = jax.tree.map(np.asarray, found)
-    assert value.dtype == (np.float64 if dtype == jnp.float64 else np.float32)
-    assert gradient.dtype == dtype
-    unit = float(jnp.finfo(value.dtype).eps)
-    # The sum over the row and the two differences that follow round a few times at the result's own size.
-    assert_close(value, want, 0, floor=16 * unit * max(1.0, np.abs(want).max()))
-    # The gradient knows the row by its log-sum-exp, whose rounding is relative to it.
-    lse = np.abs(wide).max() + np.log(v)
-    rounding = relative_error(exact.astype(dtype), exact)
-    assert relative_error(gradient, exact) <= 1.05 * rounding + 8 * unit * max(1.0, lse) or np.abs(exact).max() < 1e-6
 
 
 def test_rows_that_cannot_be_normalised_have_finite_gradients() -> None:
