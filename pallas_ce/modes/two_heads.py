@@ -249,7 +249,7 @@ def _gradients(
             upstream = by_row if slope.ndim == 2 else by_row[:, :, None]
             made = upstream * slope
             if (cap := head.spec.softcap) is not None:
-                z = logits[0].measured_from(jnp.zeros(())) if isinstance(logits[0], Distances) else logits[0]
+                z = logits[0].measured_from(jnp.zeros(1)) if isinstance(logits[0], Distances) else logits[0]
                 inverse = batch.inverse_temperature
                 ratio = z / (cap if inverse is None else cap * spread(inverse, z))
                 made = made * (1.0 - jnp.square(jnp.clip(ratio, -1.0, 1.0)))

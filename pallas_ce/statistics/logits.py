@@ -92,15 +92,16 @@ class Distances(NamedTuple):
 
     def times(self, factor: jax.Array | None) -> Self:
         """The logits times `factor [n]`, which is positive."""
-        return self if factor is None else self._replace(max=self.max * factor, factor=factor)
+        return self if factor is None else self._replace(max=self.max * factor[None], factor=factor)
 
-    def measured_from(self, reference: jax.Array, further: jax.Array | float = 0.0) -> jax.Array:
-        """`z - reference_of(reference) - further`, of each row `[n]` or of all, `[n, tiles, columns]` float32.
+    def measured_from(self, reference: jax.Array, further: jax.Array | None = None) -> jax.Array:
+        """`z - reference_of(reference) - further`, of each row `[n]` or of all `[1]`, `[n, tiles, columns]` float32.
 
         XLA fuses whatever follows in this shape into one pass, and not in all cases if it is `[n, c]`.
         """
         tiles, n = self.max.shape
-        largest = (self.max - reference_of(reference) - further).T[:, :, None]
+        largest = self.max - reference_of(reference)[None]
+        largest = (largest if further is None else largest - further[None]).T[:, :, None]
         distance = self.stored.reshape(n, tiles, -1).astype(largest.dtype)
         return largest + (distance if self.factor is None else self.factor[:, None, None] * distance)
 
