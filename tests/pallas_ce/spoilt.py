@@ -18,7 +18,14 @@ SIZES = {"wide": Sizes(classes=1003, padded=1010, scratch_bytes=None), "tiles": 
 
 @functools.cache
 def _ours(case: Case, s: Sizes, way: Way) -> Any:
-    return jax.jit(_with_gradients(lambda a: case.ours(s, a, *way), case.differentiated))
+    """Under JAX's strictest rules for dtypes and ranks, under which a program may run."""
+    run = _with_gradients(lambda a: case.ours(s, a, *way), case.differentiated)
+
+    def strictly(a: Arrays) -> Any:
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            return run(a)
+
+    return jax.jit(strictly)
 
 
 @functools.cache

@@ -205,20 +205,3 @@ def test_limits_store_the_logits_of_a_few_rows() -> None:
         return linear_sample(KEY, hidden, weight, top_p=0.9, min_p=0.01, scratch_bytes=scratch)
 
     no_stored_logits(sample, n, v, scratch, ((n, 4), jnp.float32), ((v, 4), jnp.float32))
-
-
-@pytest.mark.parametrize("scratch_bytes", [None, 700])
-@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9, "min_p": 0.1}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
-def test_nothing_of_ours_is_promoted_in_rank(limits: dict[str, Any], scratch_bytes: int | None) -> None:
-    """Also where the last tile starts early, and some of its columns are not valid."""
-    if scratch_bytes and "top_p" in limits and "top_k" not in limits:
-        scratch_bytes = 1200  # holds one whole row
-
-    def sample(hidden: Any, shares: Any) -> Any:
-        given = {name: x if name == "top_k" else x * shares for name, x in limits.items()}
-        return linear_sample(
-            KEY, hidden, jnp.ones((31, 5)), temperature=shares, bias=jnp.ones(31), scratch_bytes=scratch_bytes, **given
-        )
-
-    with jax.numpy_rank_promotion("raise"):
-        jax.jit(sample).lower(jnp.ones((2, 6, 5)), jnp.ones((2, 6)))

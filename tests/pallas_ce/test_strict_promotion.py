@@ -67,7 +67,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
         for scale in ("batch", "none")
     },
 }  # fmt: skip
-EXAMPLES = [(name, way) for name, case in CASES.items() for way in case.ways]
 
 
 def assert_promotes_nothing(function: Callable[[Any], Any], arrays: Any, dtype: Any) -> None:
@@ -85,12 +84,12 @@ def test_a_function_and_its_gradients_promote_nothing(name: str, dtype: Any) -> 
     assert_promotes_nothing(*CALLS[name], dtype)
 
 
-@pytest.mark.nightly(keep=len(CASES))
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("name", "way"), EXAMPLES)
-def test_an_example_of_every_function_promotes_nothing(name: str, way: Way, dtype: Any) -> None:
+@pytest.mark.nightly(keep=len(CASES) // 2)
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name, case in CASES.items() for way in case.ways])
+def test_an_example_of_every_function_promotes_nothing(name: str, way: Way) -> None:
+    """Of float32 arrays `spoilt.check` shows it."""
     case, s = CASES[name], Sizes()
-    assert_promotes_nothing(lambda a: case.ours(s, a, *way), {x: s.array(x) for x in case.inputs}, dtype)
+    assert_promotes_nothing(lambda a: case.ours(s, a, *way), {x: s.array(x) for x in case.inputs}, jnp.bfloat16)
 
 
 def test_gradients_added_to_a_sum_promote_nothing() -> None:
