@@ -27,7 +27,6 @@ from pallas_ce.streaming.tiles import Columns, Tiles
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import Compiled, clean
 from tests.mosaic_gpu.conftest import block_of
-from tests.pallas_ce.test_calls import CALLS, implemented, operands
 
 MIB = 2**20
 NAMED: Any = {"implementation": "mosaic_gpu"}
@@ -164,7 +163,7 @@ def test_memory_and_parts_of_a_loss_and_its_gradients(budget: Budget) -> None:
 @both_modes
 @pytest.mark.parametrize(("place", "missing"), [(0, "for_weight"), (1, "for_hidden")])
 def test_what_is_frozen_has_neither_product_nor_buffer(place: int, missing: str, mode: str) -> None:
-    n, v, h = 8192, 32768, 4096
+    n, v, h = 8192, 131072, 4096
     whole, (text, memory, _) = compiled_loss(mode, n, v), compiled_loss(mode, n, v, places=(place,))
     assert any(missing in name for name in kernels_of(whole.text))
     assert not any(missing in name for name in kernels_of(text))
@@ -182,7 +181,7 @@ def test_few_rows_take_few_kernels_beside_ours() -> None:
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize(("n", "v"), [(32768, 32768), (8192, 131072)])
+@pytest.mark.parametrize(("n", "v"), [(8192, 131072), (32768, 32768)])
 @pytest.mark.parametrize(("mode", "places"), [("in_forward", (0, 1)), ("recompute", (0, 1)), ("auto", ())])
 def test_the_device_chooses_and_the_host_is_never_told(mode: str, places: tuple[int, ...], n: int, v: int) -> None:
     """The host is told by a choice between branches with loops, and by a loop whose length only the device knows."""
@@ -291,17 +290,6 @@ def test_kernels_read_no_slices_where_they_lie(mode: Any, scratch_bytes: int | N
     program = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
     compiled, report = h200.compile_for_h200(program, *given)
     assert report.kernels >= 1
-    assert not h200.slices_of_kernels(compiled)
-
-
-@pytest.mark.nightly(keep=1)
-@both_modes
-@pytest.mark.parametrize("name", ["mapped", "scanned"])
-def test_gradients_stacked_by_a_loop_are_copied(name: str, mode: Any) -> None:
-    """Kernels write gradients over operands, not into a slice of the stack that a loop makes of them."""
-    loss = implemented("mosaic_gpu", mode)
-    program = jax.value_and_grad(lambda *given: CALLS[name](loss, *given), (0, 1))
-    compiled, _ = h200.compile_for_h200(program, *h200.arrays(*operands()))
     assert not h200.slices_of_kernels(compiled)
 
 

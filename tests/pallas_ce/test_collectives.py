@@ -140,19 +140,19 @@ def test_inside_shard_map_a_weight_is_gathered_once_and_its_gradient_scattered_i
     assert large_collectives(text, n, 2) == [("all-gather", "bf16", V * H), ("reduce-scatter", "bf16", tile * H // 2)]
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("implementation", "known"), [(None, True), (None, False), ("triton", True)])
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
-def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
-    mode: str, known: bool, monkeypatch: pytest.MonkeyPatch
+def test_kernels_keep_the_weight_where_it_is(
+    mode: str, implementation: Any, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the trace is not told what it is for, and each device's part is left to the lowering."""
+    """Hopper's are the default, also where the trace is not told what it is for, and the lowering takes each part's."""
     if not known:
         monkeypatch.setattr(partitioning, "_device", lambda array: None)
         monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
-    n, text = LAYOUTS["TP"][2], program("TP", mode, 2, None).as_text()
-    assert "mosaic_gpu_v2" in text
+    n, text = LAYOUTS["TP"][2], program("TP", mode, 2, implementation).as_text()
+    assert ("triton_kernel_call_ffi" if implementation else "mosaic_gpu_v2") in text
     assert large_collectives(text, n, 2) == sorted(expected("TP", mode, n, 2))
 
 

@@ -1,5 +1,7 @@
 """What the compiler makes of it: nothing of N·V elements, and memory as promised, for the CPU, an H200 and TPUs."""
 
+import functools
+import itertools
 import math
 import re
 from typing import Any
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_ce import MeshAxes, explain, linear_cross_entropy
+from pallas_ce import MeshAxes, cross_entropy, explain, linear_cross_entropy
+from pallas_ce.backends.triton import binding
 from tests import compile_for_h200 as h200
 from tests.compile_for_tpu import compile_for_tpu, tpu_mesh
 
@@ -53,7 +56,8 @@ def _check(compiled: Any, arguments: Any, needed: tuple[str, ...], **options: An
     wide = 2 if (options["implementation"], options["backward"]) == ("xla", "in_forward") else 1
     assert told.scratch_bytes <= wide * max(512 * 2**20, 4096 * v)
     # Tiles of a small budget are smaller than blocks of tokens; and a stash may lie where the gradients will.
-    assert _largest_new_array(text, {n * h, v * h}) <= max(told.scratch_bytes, told.gradient_bytes, 8 * n) // 4
+    narrow = 2 if options["implementation"] == "triton" else 4  # a stash has the operands' bits
+    assert _largest_new_array(text, {n * h, v * h}) <= max(told.scratch_bytes, told.gradient_bytes, 8 * n) // narrow
     assert f"[{n},{v}]" not in text
     assert f"[{v},{n}]" not in text
     # Accumulators of the gradients' own dtype become the gradients: temporaries or outputs, but not both.
@@ -85,13 +89,50 @@ def _on_the_cpu(shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...]
     _check(compiled, arguments, needed, **options)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly(keep=2)
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize(("backward", "needed"), MODES)
-def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
+def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...], implementation: Any) -> None:
+    """A launch's scratch is a result of it, so that it allocates nothing; Triton's forward keeps little of each row."""
     arguments = h200.arrays(*_arguments(SHAPES[-1], jnp.bfloat16))
-    options = {"implementation": "xla", "backward": backward}
+    options = {"implementation": implementation, "backward": backward}
     compiled, _ = h200.compile_for_h200(_function(needed, **options), *arguments)
-    _check(compiled, arguments, needed, **options)
+    if implementation == "triton" and not needed:
+        assert compiled.memory_analysis().temp_size_in_bytes <= 40 * 2**20
+    else:
+        _check(compiled, arguments, needed, **options)
+    launches = [line for line in compiled.as_text().splitlines() if '"triton_kernel_call_ffi"' in line]
+    assert bool(launches) == (implementation == "triton")
+    assert all(f"u8[{132 * binding.SCRATCH_BYTES}]" in line for line in launches)
+
+
+@pytest.mark.nightly(keep=3)
+@pytest.mark.parametrize(
+    ("implementation", "name", "backward"),
+    [*itertools.product(("mosaic_gpu", "triton"), ("mapped", "scanned"), ("in_forward", "recompute")),
+     ("mosaic_gpu", "stored logits", "auto")],
+)  # fmt: skip
+def test_gradients_stacked_by_a_loop_are_copied(implementation: Any, name: str, backward: str) -> None:
+    """Kernels write gradients over operands, not into a slice of the stack that a loop makes of them."""
+    n, h, v = 48, 64, 1000
+    shapes: list[Any] = [((3, n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((3, n), jnp.int32)]
+
+    def total(hidden: Any, weight: Any, labels: Any) -> Any:
+        loss = functools.partial(linear_cross_entropy, implementation=implementation, backward=backward)
+        if name == "mapped":
+            return jnp.sum(jax.vmap(loss, (0, None, 0))(hidden, weight, labels))
+        return jax.lax.scan(lambda x, part: (x + loss(part[0], weight, part[1]), None), 0.0, (hidden, labels))[0]
+
+    def of_logits(logits: Any, labels: Any) -> Any:
+        gradient = jax.grad(functools.partial(cross_entropy, implementation=implementation))
+        return jax.lax.map(lambda given: gradient(*given), (logits, labels))
+
+    program: Any = jax.value_and_grad(total, (0, 1))
+    if name == "stored logits":
+        program, shapes = of_logits, [((3, 8192, 131072), jnp.bfloat16), ((3, 8192), jnp.int32)]
+    slices = h200.slices_of_kernels(h200.compile_for_h200(program, *h200.arrays(*shapes))[0])
+    # Of the stored logits a kernel reads a slice.
+    assert not [x for x in slices if name != "stored logits" or " dynamic-update-slice(" in x]
 
 
 @pytest.mark.nightly

@@ -29,20 +29,22 @@ GRADIENTS = {
         lambda z, t: jnp.sum(jnp.square(selective_log_softmax(z, jnp.stack([t, t + 1], 1))))
     ),
 }
+BY_XLA = {"cross_entropy by XLA", "selective of several"}
 VALUES = {"cross_entropy": cross_entropy, "selective": selective_log_softmax}
 
 
-def _compiled(device: str, function: Any, dtype: Any, donate: bool) -> Any:
+def _compiled(device: str, function: Any, dtype: Any, donate: bool) -> tuple[Any, Any]:
+    """The program; of one for an H200 also the report on its kernels."""
     donated = (0,) if donate else ()
     if device == "cpu":
         arguments = [jax.ShapeDtypeStruct((N, V), dtype), jax.ShapeDtypeStruct((N,), jnp.int32)]
-        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile(), None
     arguments = h200.arrays(((N, V), dtype), ((N,), jnp.int32))
-    return h200.compile_for_h200(function, *arguments, donate_argnums=donated)[0]
+    return h200.compile_for_h200(function, *arguments, donate_argnums=donated)
 
 
-def _copies(text: str) -> int:
-    return len(re.findall(rf"= \(?\w+\[{N},{V}\][^=]* copy(?:-start)?\(", text))
+def _copies(text: str, kinds: str = "copy(?:-start)?") -> int:
+    return len(re.findall(rf"= \(?\w+\[{N},{V}\][^=]* (?:{kinds})\(", text))
 
 
 @pytest.mark.nightly(keep=4)
@@ -50,18 +52,23 @@ def _copies(text: str) -> int:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_donated_buffer_becomes_the_gradient_with_no_copy_of_it(device: str, dtype: Any, name: str) -> None:
-    compiled = _compiled(device, GRADIENTS[name], dtype, donate=True)
+    """Two kernels read it twice and write it once: beside them, XLA reads and writes nothing but vectors."""
+    compiled, report = _compiled(device, GRADIENTS[name], dtype, donate=True)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.alias_size_in_bytes >= N * V * jnp.dtype(dtype).itemsize
     assert memory.temp_size_in_bytes <= 4 * BLOCK_BYTES
     assert _copies(text) == 0
     if dtype == jnp.bfloat16:
         assert f"f32[{N},{V}]" not in text
+    if report is not None and name not in BY_XLA:
+        assert (report.kernels, report.spilled_bytes) == (2, 0)
+        assert _copies(text[text.index("ENTRY") :], "copy(?:-start)?|fusion|while") == 0
+        assert len(re.findall(r" fusion\(", text)) <= 24
 
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_logits_that_are_kept_are_copied_once(device: str) -> None:
-    compiled = _compiled(device, GRADIENTS["cross_entropy"], jnp.bfloat16, donate=False)
+    compiled, _ = _compiled(device, GRADIENTS["cross_entropy"], jnp.bfloat16, donate=False)
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * BLOCK_BYTES
     assert _copies(compiled.as_text()) == 1
 
@@ -69,7 +76,7 @@ def test_logits_that_are_kept_are_copied_once(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 @pytest.mark.parametrize("name", VALUES)
 def test_values_alone_take_a_block(device: str, name: str) -> None:
-    compiled = _compiled(device, VALUES[name], jnp.bfloat16, donate=False)
+    compiled, _ = _compiled(device, VALUES[name], jnp.bfloat16, donate=False)
     assert compiled.memory_analysis().temp_size_in_bytes <= 2 * BLOCK_BYTES
     assert f"f32[{N},{V}]" not in compiled.as_text()
 

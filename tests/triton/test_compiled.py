@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_cross_entropy, linear_distillation, linear_row_statistics
+from pallas_ce import linear_distillation
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs, launch, part_products
 from pallas_ce.backends.triton.block import TritonBlock
@@ -22,7 +22,6 @@ from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
 from tests import compile_for_h200 as h200
-from tests.pallas_ce.test_calls import CALLS, implemented, operands
 
 pytest.importorskip("triton")
 
@@ -228,26 +227,6 @@ def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
-def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -> None:
-    """Down to machine code, by JAX's assembler; scratch is a result of the launch, so nothing is allocated in it."""
-    n, v, h = 16384, 131072, 4096
-    given = h200.arrays(((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((n,), jnp.int32))
-
-    def loss(*arrays: Any) -> Any:
-        return linear_cross_entropy(*arrays, backward=backward, implementation="triton")
-
-    program, _ = h200.compile_for_h200(jax.value_and_grad(loss, (0, 1)), *given)
-    text = program.as_text()
-    launches = [line for line in text.splitlines() if '"triton_kernel_call_ffi"' in line]
-    assert launches
-    assert all(f"u8[{132 * binding.SCRATCH_BYTES}]" in line for line in launches)
-    assert not re.search(rf"\[{n},{v}\]", text)
-    # Accumulators and scratch: 4 bytes for each entry of both gradients, and the default budget.
-    assert program.memory_analysis().temp_size_in_bytes <= 4 * (n + v) * h + 1.1 * 2**29
-
-
-@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl"])
 def test_programs_of_two_heads_read_stored_logits_without_storing_more(divergence: Any) -> None:
     """XLA fuses all that it makes of them into passes over the two, in float32 stored nowhere."""
@@ -260,28 +239,3 @@ def test_programs_of_two_heads_read_stored_logits_without_storing_more(divergenc
         compiled, _ = h200.compile_for_h200(program, *given)
         assert compiled.memory_analysis().temp_size_in_bytes <= 2**29
         assert compiled.as_text().count('"triton_kernel_call_ffi"') == (2 if program is loss else 6)
-
-
-@pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
-@pytest.mark.parametrize("name", ["mapped", "scanned"])
-def test_gradients_stacked_by_a_loop_are_copied(name: str, backward: str) -> None:
-    loss = implemented("triton", backward)
-    program = jax.value_and_grad(lambda *given: CALLS[name](loss, *given), (0, 1))
-    compiled, _ = h200.compile_for_h200(program, *h200.arrays(*operands()))
-    assert not h200.slices_of_kernels(compiled)
-
-
-def test_a_split_call_compiles_for_two_h200s_and_gathers_no_weight() -> None:
-    mesh = h200.h200_mesh(2)
-    split = jax.sharding.PartitionSpec("gpu")
-    hidden = h200.shaped(mesh, (2048, 512), jnp.bfloat16)
-    weight = h200.shaped(mesh, (32768, 512), jnp.bfloat16, split)
-
-    def total(hidden: Any, weight: Any) -> Any:
-        return jnp.sum(linear_row_statistics(hidden, weight, statistics=("lse",), implementation="triton").lse)
-
-    program, _ = h200.compile_for_h200(jax.grad(total, (0, 1)), hidden, weight)
-    text = program.as_text()
-    assert "triton_kernel_call_ffi" in text
-    assert not re.search(r"all-gather.*\[32768,512\]", text)
