@@ -6,7 +6,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.pallas_ce import spoilt, test_calls
+from tests.pallas_ce import spoilt
 from tests.pallas_ce.cases import CASES, Sizes
 from tests.pallas_ce.kernel_cases import nightly_but_for
 from tests.pallas_ce.problems import Problem, narrow_problems, readable
@@ -15,14 +15,6 @@ from tests.pallas_ce.sums import ANY_CALL, assert_any_options
 MODES = ["recompute", "in_forward"]
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.slow]
-
-
-@pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("backward", MODES)
-# The interpreter's effects cannot be rematerialised.
-@pytest.mark.parametrize("name", [name for name in test_calls.CALLS if name != "rematerialised"])
-def test_each_call(name: str, backward: str) -> None:
-    test_calls.check(name, "mosaic_gpu", backward)
 
 
 @hypothesis.settings(

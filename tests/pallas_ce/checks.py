@@ -1,5 +1,6 @@
 """Calls of the library and of the oracle on one problem, and how their results are compared."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,6 +78,49 @@ def library_results(p: Problem, implementation: str, backward: Any, **options: A
     """Loss and gradients of everything differentiable."""
     loss = functools.partial(library_loss, p, implementation=implementation, backward=backward, **options)
     return with_gradients(loss, p.arrays)
+
+
+def _mapped(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The mean over two examples that are equal."""
+    return lambda arrays: jnp.mean(jax.vmap(loss)(jax.tree.map(lambda x: jnp.stack([x, x]), arrays)))
+
+
+def _scanned(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The mean over two steps that are equal."""
+
+    def mean(arrays: Any) -> Any:
+        start = jnp.zeros((), jax.tree.leaves(arrays)[0].dtype)
+        return jax.lax.scan(lambda total, _: (total + loss(arrays) / 2, None), start, length=2)[0]
+
+    return mean
+
+
+WITHIN: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda loss: loss,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": _mapped,
+    "scan": _scanned,
+}
+
+
+def kind_results(p: Problem, kind: Mapping[str, Any], **options: Any) -> Results:
+    """`library_results` of a call of one of `problems.kinds`; the gradients of frozen arrays are the oracle's."""
+    even = kind["columns"] is not None and p.labels.size % kind["columns"] == 0
+    labels = p.labels.astype(kind["labels"]).reshape((-1, kind["columns"]) if even else -1)
+    shaped = dataclasses.replace(p, labels=labels)
+
+    def loss(arrays: Any) -> Any:
+        by_row = {name: arrays[name] for name in ("hidden", "token_weights") if name in arrays}
+        rows = {name: x.reshape(*labels.shape, *x.shape[1:]) for name, x in by_row.items()}
+        found = library_loss(shaped, arrays | rows, return_metrics=kind["metrics"], **options)
+        return found[0] if kind["metrics"] else found
+
+    trained = {name: x for name, x in p.arrays.items() if name not in kind["frozen"]} or p.arrays
+    whole = WITHIN[kind["within"]](lambda given: loss(p.arrays | given))
+    found, gradients = with_gradients(whole, trained)
+    assert {name: x.dtype for name, x in gradients.items()} == {name: x.dtype for name, x in trained.items()}
+    return found, oracle_results(p)[1] | gradients
 
 
 def of_stored_logits(

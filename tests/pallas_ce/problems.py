@@ -131,3 +131,14 @@ def narrow_problems(draw: Any, dtypes: Sequence[Any] = (ml_dtypes.bfloat16, np.f
     hypothesis.assume(p.options.get("vocab_size", p.arrays["weight"].shape[0]) > 1)
     p.arrays |= {name: p.arrays[name].astype(dtype) for name in ("hidden", "weight", "bias") if name in p.arrays}
     return p
+
+
+def kinds(within: Sequence[str] = ("alone", "checkpoint", "jit", "scan", "vmap")) -> st.SearchStrategy[Any]:
+    """How a call is made, which changes no result: transformations, leading axes, labels, metrics, frozen arrays."""
+    return st.fixed_dictionaries({
+        "within": st.sampled_from(within),
+        "columns": st.none() | st.integers(1, 3),
+        "metrics": st.booleans(),
+        "labels": st.sampled_from([np.int16, np.int32, np.int64]),
+        "frozen": st.sets(st.sampled_from(["hidden", "weight", "bias"])),
+    })  # fmt: skip

@@ -1,5 +1,6 @@
 """Gradients that `linear_cross_entropy_and_gradients` adds to a sum, beside the oracle's, added in float64."""
 
+import dataclasses
 from typing import Any
 
 import hypothesis
@@ -17,13 +18,15 @@ from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
     assert_near_oracle,
     call,
-    library_results,
+    kind_results,
 )
-from tests.pallas_ce.problems import Problem
+from tests.pallas_ce.problems import Problem, kinds
 
 LOSS_SCALES = st.sampled_from([1.0, 0.3, -8.0])
-# How `assert_any_options` calls a kernel.
+# How `assert_any_options` calls a kernel. Its interpreter's effects cannot be rematerialised.
 ANY_CALL: dict[str, Any] = {
+    "kind": kinds(("alone", "jit", "scan", "vmap")),
+    "none_counts": st.sampled_from([False, False, False, True]),
     "backward": st.sampled_from(["recompute", "in_forward"]),
     "loss_scale": st.none() | LOSS_SCALES,
     "narrow": st.booleans(),
@@ -101,18 +104,19 @@ def assert_adds_16_bits(p: Problem, loss_scale: float, backward: Any, *, narrow:
 
 
 def assert_any_options(
-    implementation: str, p: Problem, backward: Any, loss_scale: float | None, narrow: bool, several: bool
-) -> None:
-    """A loss of 16-bit operands and its gradients, in one block of rows or several.
+    implementation: str, p: Problem, backward: Any, loss_scale: float | None, narrow: bool, several: bool, kind: Any,
+    none_counts: bool,
+) -> None:  # fmt: skip
+    """A loss of 16-bit operands and its gradients, in one block of rows or several, by any kind of call.
 
     With a loss scale they are added to sums.
     """
+    p = dataclasses.replace(p, labels=np.full_like(p.labels, -100)) if none_counts else p
     budget = several_blocks(p, implementation, backward) if several else None
+    given: dict[str, Any] = {"implementation": implementation, "scratch_bytes": budget}
     if loss_scale is None:
-        got = library_results(p, implementation, backward, scratch_bytes=budget)
-        assert_as_accurate_as_rounded_dlogits(p, got, backward)
+        assert_as_accurate_as_rounded_dlogits(p, kind_results(p, kind, backward=backward, **given), backward)
     else:
-        given: dict[str, Any] = {"implementation": implementation, "scratch_bytes": budget}
         assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, **given)
 
 

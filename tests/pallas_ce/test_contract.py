@@ -1,9 +1,7 @@
 """The contract against the float64 oracle, for every backend and mode, over drawn shapes and options."""
 
-import dataclasses
 import functools
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +15,14 @@ import pytest
 from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
 from pallas_ce.backends import select
 from pallas_ce.statistics.row import STATISTICS
-from tests.pallas_ce import oracle
+from tests.pallas_ce import kernel_cases, oracle
 from tests.pallas_ce.checks import (
+    assert_as_accurate_as_reference,
     assert_as_accurate_as_rounded_dlogits,
     assert_close,
     assert_near_oracle,
     call,
+    kind_results,
     library_loss,
     library_results,
     oracle_results,
@@ -34,6 +34,7 @@ from tests.pallas_ce.problems import (
     TOY,
     WAYS,
     Problem,
+    kinds,
     narrow_problems,
     problems,
     small_scratch,
@@ -53,80 +54,42 @@ def toy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "IMPLEMENTATIONS", (*select.IMPLEMENTATIONS, "toy"))
 
 
-def _mapped(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The mean over two examples that are equal."""
-    return lambda arrays: jnp.mean(jax.vmap(loss)(jax.tree.map(lambda x: jnp.stack([x, x]), arrays)))
-
-
-def _scanned(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The mean over two steps that are equal."""
-
-    def mean(arrays: Any) -> Any:
-        start = jnp.zeros((), jax.tree.leaves(arrays)[0].dtype)
-        return jax.lax.scan(lambda total, _: (total + loss(arrays) / 2, None), start, length=2)[0]
-
-    return mean
-
-
-WITHIN: dict[str, Callable[[Any], Any]] = {
-    "alone": lambda loss: loss,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "vmap": _mapped,
-    "scan": _scanned,
-}
 HIGHEST = (None, "highest", "float32", jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.F32_F32_F32)
-# How a call is made, which changes no result: its budget of scratch, leading axes, the labels' dtype, transformations,
-# metrics, names of the precision and of the implementation, and arrays that are frozen.
-KINDS: dict[str, st.SearchStrategy[Any]] = {
-    "divisor": st.none() | st.integers(2, 60),
-    "within": st.sampled_from(sorted(WITHIN)),
-    "columns": st.none() | st.integers(1, 3),
-    "metrics": st.booleans(),
-    "labels": st.sampled_from([np.int16, np.int32, np.int64]),
-    "precision": st.sampled_from(HIGHEST),
-    "named": st.booleans(),
-    "frozen": st.sets(st.sampled_from(["hidden", "weight", "bias"])),
-}
 
 
 @pytest.mark.parametrize(("implementation", "backward"), [*WAYS, *TOY, *STORED])
-@hypothesis.given(p=problems(), wide=st.booleans(), kind=st.fixed_dictionaries(KINDS))
+@hypothesis.given(
+    p=problems(), wide=st.booleans(), divisor=st.none() | st.integers(2, 60), precision=st.sampled_from(HIGHEST),
+    named=st.booleans(), kind=kinds(),
+)  # fmt: skip
 def test_loss_and_gradients_match_the_oracle(
-    p: Problem, wide: bool, kind: dict[str, Any], implementation: str, backward: Any
-) -> None:
+    p: Problem, wide: bool, divisor: int | None, precision: Any, named: bool, kind: Any, implementation: str,
+    backward: Any,
+) -> None:  # fmt: skip
     """Float64 is served in float64; any kind of call gives the same result."""
     streams = (implementation, backward) in (*STREAMED, *TOY)
-    options: dict[str, Any] = {"backward": backward, "return_metrics": kind["metrics"]}
-    options["implementation"] = implementation if kind["named"] or implementation != "xla" else None
-    if streams and kind["divisor"] is not None:
-        options["scratch_bytes"] = (1 + wide) * small_scratch(p, kind["divisor"])
+    options: dict[str, Any] = {"implementation": implementation if named or implementation != "xla" else None}
+    if streams and divisor is not None:
+        options["scratch_bytes"] = (1 + wide) * small_scratch(p, divisor)
     if not wide and (implementation, backward) not in STORED:
-        options["precision"] = kind["precision"]
-    even = kind["columns"] is not None and p.labels.size % kind["columns"] == 0
-    labels = p.labels.astype(kind["labels"]).reshape((-1, kind["columns"]) if even else -1)
-    shaped = dataclasses.replace(p, labels=labels)
-
-    def loss(arrays: Any) -> Any:
-        by_row = {name: arrays[name] for name in ("hidden", "token_weights") if name in arrays}
-        rows = {name: x.reshape(*labels.shape, *x.shape[1:]) for name, x in by_row.items()}
-        found = library_loss(shaped, arrays | rows, **options)
-        return found[0] if kind["metrics"] else found
-
+        options["precision"] = precision
     with jax.enable_x64(wide):
         p.arrays = oracle.to64(p.arrays) if wide else p.arrays
-        trained = {name: x for name, x in p.arrays.items() if name not in kind["frozen"]} or p.arrays
-        whole = WITHIN[kind["within"]](lambda given: loss(p.arrays | given))
-        found, gradients = with_gradients(whole, trained)
-        assert {x.dtype for x in jax.tree.leaves((found, gradients))} == {np.dtype(np.float64 if wide else np.float32)}
-    assert gradients.keys() == trained.keys()
-    assert_near_oracle(p, (found, oracle_results(p)[1] | gradients), wide=wide)
+        found = kind_results(p, kind, backward=backward, **options)
+        assert found[0].dtype == np.dtype(np.float64 if wide else np.float32)
+    assert_near_oracle(p, found, wide=wide)
 
 
 @hypothesis.given(p=narrow_problems(), way=st.sampled_from(STREAMED), divisor=st.none() | st.integers(2, 60))
 def test_operands_of_16_bits(p: Problem, way: Any, divisor: int | None) -> None:
     scratch = None if divisor is None else small_scratch(p, divisor)
     assert_as_accurate_as_rounded_dlogits(p, library_results(p, *way, scratch_bytes=scratch), way[1])
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_operands_of_16_bits_and_a_low_rank_term(backward: Any) -> None:
+    p = kernel_cases.problem_of(kernel_cases.CASES["a term"])
+    assert_as_accurate_as_reference(p, library_results(p, "xla", backward), oracle_results(p))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
