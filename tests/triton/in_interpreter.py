@@ -11,14 +11,13 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_ce import linear_row_statistics
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Choice, Config
-from tests.pallas_ce import kernel_cases, spoilt, test_contract, test_distillation, test_not_finite
+from tests.pallas_ce import kernel_cases, spoilt, test_contract, test_distillation, test_every_function, test_not_finite
 from tests.pallas_ce.cases import CASES, DISTILLATIONS, Sizes
 from tests.pallas_ce.checks import (
     assert_near_oracle,
@@ -141,23 +140,14 @@ def test_the_loss_and_its_gradients(
 
 
 @pytest.mark.nightly(keep=1)
-def test_a_padded_vocabulary_of_minus_infinities_and_ties() -> None:
-    """The lowest of equal logits is the argmax, also across tiles; a row of -inf only has lse -inf and gradient 0."""
+def test_entries_of_minus_infinity_and_ties() -> None:
+    """The lowest of equal logits is the argmax, also across tiles."""
     p = make(6, 5, 8, 70)
     p.arrays["weight"][[3, 40, 66]] = 100 * p.arrays["hidden"][0]
-    p.arrays["bias"] = np.where(np.arange(70) < 2, -np.inf, 0.0).astype(np.float32)
-    found = call(linear_row_statistics, p, p.arrays, statistics=("argmax", "lse"), implementation="triton")
+    found = call(linear_row_statistics, p, p.arrays, statistics=("argmax",), implementation="triton")
     assert found.argmax[0] == 3
-
-    def total(hidden: Any) -> Any:
-        bias = jnp.full(70, -jnp.inf)
-        options = {"bias": bias, "implementation": "triton", "statistics": ("lse", "entropy")}
-        found = linear_row_statistics(hidden, p.arrays["weight"], **options)
-        return jnp.sum(found.entropy), found.lse
-
-    (_, lse), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(p.arrays["hidden"]))
-    assert np.all(np.isneginf(lse))
-    assert np.all(gradient == 0)
+    test_every_function.test_entries_of_minus_infinity_are_as_if_they_were_not_there("linear_row_statistics", "triton")
+    test_every_function.test_rows_without_a_distribution_have_gradient_zero("linear_row_statistics", "triton")
 
 
 @pytest.mark.nightly(keep=2)
