@@ -109,7 +109,9 @@ def test_a_mixture_that_is_almost_one_side_has_relative_accuracy(beta: float, ta
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("tail", [True, False])
 def test_the_mean_of_a_row_with_a_nan_is_nan(divergence: Any, tail: bool) -> None:
-    assert np.isnan(top_k_distillation_loss([[-1, np.nan]], [[-1.0, -1]], divergence=divergence, tail=tail))
+    """Also where the student has no probability at all."""
+    for student, teacher in (([-1.0, np.nan], [-1.0, -1.0]), ([-np.inf, -np.inf], [np.nan, -1.0])):
+        assert np.isnan(top_k_distillation_loss([student], [teacher], divergence=divergence, tail=tail))
 
 
 @pytest.mark.parametrize(("divergence", "want"), [("forward_kl", np.inf), ("reverse_kl", 0.0), ("jsd", np.log(2) / 2)])
