@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
+from pallas_ce.streaming.gradient_products import BY_COLUMN, NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.rows import present
 from pallas_ce.streaming.tiles import Tile
 
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
     labels: jax.Array | None = None  # `[...]`, or `[..., K]` for K targets of each row: int32, -1 for no target
     # `[...]` in the accumulator dtype, or None for 1: what the capped logits are multiplied by. A constant.
     inverse_temperature: jax.Array | None = None
-    low: jax.Array | None = None  # `[..., r]` in the compute dtype: what `up` is multiplied by, see `Head.with_low`
+    low: jax.Array | None = None  # `[..., r]` in the compute dtype: what `up` is multiplied by, see `Head.prepared`
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -138,20 +138,18 @@ class Head:
             preferred_element_type=dtype or spec.accumulator,
         )
 
-    def with_low(self, batch: Batch) -> Batch:
-        """The rows, with what a low-rank term reads of them."""
+    def prepared(self, batch: Batch) -> Batch:
+        """The rows, with all that the head's products read of them."""
         if self.down is None or batch.low is not None:
             return batch
         return batch._replace(low=self.matmul(batch.hidden, self.down, (1, 1)).astype(self.spec.dtype))
 
     def columns(self, take: Callable[[jax.Array, int], jax.Array]) -> "Head":
         """The head of those columns that `take(array, axis)` takes of an array along its vocabulary axis."""
-        return dataclasses.replace(
-            self,
-            weight=take(self.weight, self.spec.vocab_axis),
-            bias=None if self.bias is None else take(self.bias, 0),
-            up=None if self.up is None else take(self.up, 0),
-        )
+        axes = {"weight": self.spec.vocab_axis} | dict.fromkeys(BY_COLUMN, 0)
+        arrays = {name: getattr(self, name) for name in axes}
+        taken: dict[str, Any] = {name: None if x is None else take(x, axes[name]) for name, x in arrays.items()}
+        return dataclasses.replace(self, **taken)
 
     def logits(self, batch: Batch) -> jax.Array:
         """Logits `[n, c]` of all the columns that the arrays have, in the accumulator dtype."""
@@ -222,19 +220,19 @@ class Head:
         for_up = self.matmul(dlogits, present(batch.low), (0, 0)) if needs.up else None
         return NO_ARRAYS._replace(down=for_down, up=for_up)
 
-    def row_sums(self, batch: Batch, needs: PerInput[bool]) -> Arrays:
-        """Zeros for the products by row that are needed."""
+    def with_row_sums(self, sums: Arrays, batch: Batch, needs: PerInput[bool]) -> Arrays:
+        """`sums` with zeros for the products by row that are needed."""
         wide = self.spec.accumulator
         hidden = jnp.zeros(batch.hidden.shape, wide) if needs.hidden else None
         down = jnp.zeros((*batch.leading, self.spec.rank), wide) if needs.down else None
-        return NO_ARRAYS._replace(hidden=hidden, down=down)
+        return sums._replace(hidden=hidden, down=down)
 
     def with_column_sums(self, sums: Arrays, needs: PerInput[bool], columns: int) -> Arrays:
         """`sums` with zeros for the products by column that are needed."""
         wide = self.spec.accumulator
-        bias = jnp.zeros(columns, wide) if needs.bias else None
-        up = jnp.zeros((columns, self.spec.rank), wide) if needs.up else None
-        return sums._replace(bias=bias, up=up)
+        arrays = {name: getattr(self, name) for name in BY_COLUMN}
+        shapes = {name: (columns,) if x is None else (columns, *x.shape[1:]) for name, x in arrays.items()}
+        return sums._replace(**{n: jnp.zeros(shapes[n], wide) if getattr(needs, n) else None for n in BY_COLUMN})
 
     def without_padding(self, columns: int, sums: Arrays, *, weight: bool = True) -> Arrays:
         """The head's sums, the `weight`'s too, with 0 in the padding among the first `columns`, which tiles cover.
@@ -252,7 +250,7 @@ class Head:
             return jax.lax.dynamic_update_slice_in_dim(x, zeros, start, axis)
 
         own = cleared(sums.weight, spec.vocab_axis) if weight else sums.weight
-        return sums._replace(weight=own, bias=cleared(sums.bias), up=cleared(sums.up))
+        return sums._replace(weight=own).of(BY_COLUMN, cleared)
 
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
         """u of `size` columns from `start` on, `[size]`."""

@@ -121,10 +121,10 @@ class Problem:
         if implementation != "reference":
             for name, x in (("hidden", hidden), ("weight", given.weight)):
                 arguments.known_sizes(name, x, "implementation='reference' for symbolic rows; it stores the logits")
-        bias = None if bias is None else arguments.array("bias", bias)
+        by_column: dict[str, Any] = {n: arguments.array(n, x) for n, x in (("bias", bias),) if x is not None}
         mesh_axes = arguments.mesh_axes(mesh_axes)
         parts = (1, 1) if mesh_axes is None else mesh_axes.parts
-        spec = specs.head_spec(hidden, given, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
+        spec = specs.head_spec(hidden, given, by_column, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
         leading = hidden.shape[:-1]
         logit_scale = arguments.scalar("logit_scale", logit_scale)
         logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
@@ -151,7 +151,6 @@ class Problem:
             weight=given.weight,
             up=given.up,
             down=given.down,
-            bias=bias,
             logit_scale=logit_scale,
             logit_weights=arguments.shaped("logit_weights", logit_weights, (spec.vocab_size,), "vocab_size's shape"),
             temperature=temperature,
@@ -165,6 +164,7 @@ class Problem:
             mesh_axes=mesh_axes,
             shift=shift,
             term_scale=given.scale,
+            **by_column,
         )
         check_split(problem)
         return problem

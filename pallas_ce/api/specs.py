@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -101,7 +101,7 @@ def read_weight(weight: Any, convert: Callable[[str, Any], Any] = checks.array, 
 def head_spec(
     hidden: jax.Array,
     given: LowRank,
-    bias: jax.Array | None,
+    by_column: Mapping[str, jax.Array],
     vocab_axis: int,
     vocab_size: int | None,
     dtype: Any | None,
@@ -109,7 +109,7 @@ def head_spec(
     logit_softcap: float | None,
     parts: tuple[int, int],
 ) -> HeadSpec:
-    """The static facts of a head; the weight is one of `parts` parts of the vocabulary and of H."""
+    """The static facts of a head with arrays `by_column`; the weight is one of `parts` parts of vocabulary and H."""
     weight = given.weight
     if not checks.is_int(vocab_axis) or vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis={vocab_axis!r} must be 0 (weight [V, H]) or 1 (weight [H, V])")
@@ -117,9 +117,8 @@ def head_spec(
         raise ValueError(f"hidden has shape {hidden.shape}; it must be [..., H]")
     if weight.ndim != 2:
         raise ValueError(f"weight has shape {weight.shape}; it must have two axes, [V, H] or [H, V]")
-    for name, values in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if values is not None:
-            checks.floating(name, values)
+    for name, values in {"hidden": hidden, "weight": weight, **by_column}.items():
+        checks.floating(name, values)
     held, width = weight.shape[vocab_axis], weight.shape[1 - vocab_axis] * parts[1]
     rows = held * parts[0]
     if hidden.shape[-1] != width:
@@ -131,8 +130,11 @@ def head_spec(
         )
     if rows < 1 or width < 1:
         raise ValueError(f"weight has shape {weight.shape}; both axes must be at least 1")
-    if bias is not None and bias.shape != (held,):
-        raise ValueError(f"bias has shape {bias.shape}; it must be ({held},), one entry for each of the weight's")
+    for name, values in by_column.items():
+        if values.shape != (held,):
+            raise ValueError(
+                f"{name} has shape {values.shape}; it must be ({held},), one entry for each of the weight's"
+            )
     entries = f"the weight's {rows} entries"
     if jax.sharding.get_abstract_mesh().manual_axes and parts == (1, 1):
         entries += "; of a weight that is split, mesh_axes must tell"

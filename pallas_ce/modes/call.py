@@ -14,7 +14,7 @@ from pallas_ce.parallel.shards import NO_AXES, Axes, Local, RowArrays, psum
 from pallas_ce.statistics.gradient import exponent_above, power_of_two
 from pallas_ce.statistics.logits import product
 from pallas_ce.statistics.row import only, struct
-from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput, scale_gradient
+from pallas_ce.streaming.gradient_products import BY_COLUMN, NO_ARRAYS, Arrays, PerInput, scale_gradient
 from pallas_ce.streaming.loops import vary_like
 from pallas_ce.streaming.rows import RowBlock, present
 
@@ -70,14 +70,14 @@ class Operands(NamedTuple):
     @property
     def differentiable(self) -> Arrays:
         """The inputs that can be differentiated."""
-        head = self.head
-        return PerInput(self.batch.hidden, head.weight, head.bias, head.logit_scale, head.up, head.down)
+        of_head = {name: getattr(self.head, name) for name in PerInput._fields if name != "hidden"}
+        return PerInput(self.batch.hidden, **of_head)
 
     def replaced(self, inputs: PerInput[Any]) -> Self:
         """Puts `inputs`, arrays or not, in place of the differentiable ones."""
-        hidden, weight, bias, logit_scale, up, down = inputs
-        head = dataclasses.replace(self.head, weight=weight, bias=bias, logit_scale=logit_scale, up=up, down=down)
-        return self._replace(batch=self.batch._replace(hidden=hidden), head=head)
+        of_head = inputs._asdict()
+        batch = self.batch._replace(hidden=of_head.pop("hidden"))
+        return self._replace(batch=batch, head=dataclasses.replace(self.head, **of_head))
 
     def finish(self, sums: Arrays, upstream: jax.Array | None = None, axes: PerInput[Axes] = NO_AXES) -> Arrays:
         """Gradients from their sums, times the upstream scalar (None: 1) and the logit scale, each rounded once.
@@ -203,8 +203,7 @@ def sum_over_devices(
         scale = psum(scale, shards.sums.logit_scale)
     if needs_grad.down:
         down = psum(_down_gradient(head, rows, present(sums.down)), shards.sums.down)
-    bias = None if sums.bias is None or not needs_grad.bias else shards.sum_entries(sums.bias, shards.sums.bias)
-    up = None if sums.up is None else shards.sum_entries(sums.up, shards.sums.up)
+    own_sums = sums.where(needs_grad).of(BY_COLUMN, shards.sum_entries, shards.sums)
     if needs_grad.hidden:
         hidden = present(sums.hidden)
         hidden = shards.sum_hidden(hidden if hidden_scale is None else product(hidden, hidden_scale), dtypes[0])
@@ -212,7 +211,7 @@ def sum_over_devices(
         own = weight.astype(dtypes[1])
         own = psum(own if scattered else shards.scatter_weight(own, head.spec.vocab_axis), shards.sums.weight)
         weight = own if given.weight is None else added(given.weight, own)
-    return hidden, PerInput(None, weight, bias, scale, up, down)
+    return hidden, own_sums._replace(hidden=None, weight=weight, logit_scale=scale, down=down)
 
 
 def added(total: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -119,8 +119,7 @@ def _statistics_and_sums(
             None if sums.weight is None else WeightGradient(sums.weight, in_place or block.number != 0, bits=bits),
             hidden_dtype if not needs.down else None,
         )
-        of_head = NO_ARRAYS._replace(bias=sums.bias, up=sums.up)
-        shares, bits = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)
+        shares, bits = backend.stash_products(head, block_batch, gradient, stash, sums, plan, block)
         for_down = None if shares.down is None else block.select(shares.down, 0.0)
         for_hidden = through_down(head, shares.hidden, for_down)
         shares = shares._replace(hidden=for_hidden, down=for_down)

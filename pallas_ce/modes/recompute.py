@@ -163,8 +163,8 @@ def gradient_sums(
     # Every tile replaces its part; what no tile covers is padding.
     blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
     of_weight = given.weight if in_place else blank(own_shape if scattered else head.weight.shape, weight_dtype)
-    init = head.row_sums(rows.batch, needs)._replace(weight=of_weight if needs.weight else None)
-    init = head.with_column_sums(init, needs, spec.weight_rows)
+    init = NO_ARRAYS._replace(weight=of_weight if needs.weight else None)
+    init = head.with_column_sums(head.with_row_sums(init, rows.batch, needs), needs, spec.weight_rows)
     if init.hidden is not None:  # in the multiples of rows that kernels add to in place
         init = init._replace(hidden=pad(init.hidden, (-(-hidden.shape[0] // 8) * 8, spec.hidden_size)))
     sums = tiles.for_each(tile_body, init)

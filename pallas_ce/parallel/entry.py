@@ -36,6 +36,7 @@ from pallas_ce.parallel.partitioning import (
 )
 from pallas_ce.parallel.reverse_mode import FORWARD_MODE, REFUSAL
 from pallas_ce.parallel.shards import Axes, Local, RowArrays, Shards, without
+from pallas_ce.streaming.gradient_products import BY_COLUMN
 from pallas_ce.streaming.rows import flat_rows
 
 # `(rows, head, sums, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions. Leaves
@@ -101,7 +102,7 @@ def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head:
         rows, head = shards.enter(flat_rows(leading, rows), head)
         of_shared = dataclasses.replace(shards, handed_whole=how.shards is None)  # by the partitioner
         shared = tuple(of_shared.own_columns(x) if isinstance(x, Head) else x for x in shared)
-        local = Local(shards, rows._replace(batch=head.with_low(rows.batch)), head, sums)
+        local = Local(shards, rows._replace(batch=head.prepared(rows.batch)), head, sums)
         cuda, *others = (functools.partial(operation, variant) for variant in how.variants(local))
         if others:  # both are traced and must return the same types; only one is lowered
             by_row, of_head = lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])
@@ -288,9 +289,9 @@ def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list
 
 def _names_of_head(path: Any, head: Head | None) -> Names:
     """The names of the dimensions that may be split of an array named as the head's; none if the head is whole."""
-    entries: Names = () if head is None else ("vocabulary",)
-    names = {"weight": weight_names(head), "bias": entries, "up": entries}
-    return names.get(path[-1].name, ())
+    if (name := path[-1].name) == "weight":
+        return weight_names(head)
+    return ("vocabulary",) if head is not None and name in BY_COLUMN else ()
 
 
 def replicated(x: jax.Array) -> jax.Array:

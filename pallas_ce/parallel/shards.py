@@ -30,10 +30,11 @@ from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, merge
 from pallas_ce.statistics.table import as_large
-from pallas_ce.streaming.gradient_products import Arrays, PerInput
+from pallas_ce.streaming.gradient_products import BY_COLUMN, NO_ARRAYS, Arrays, PerInput
+from pallas_ce.streaming.rows import spread
 
 Axes = tuple[str, ...]
-NO_AXES: PerInput[Axes] = PerInput(*[()] * 6)
+NO_AXES: PerInput[Axes] = NO_ARRAYS.map(lambda _: ())
 
 
 class RowArrays(NamedTuple):
@@ -58,7 +59,7 @@ class Shards:
     cotangents_by_row: Axes = ()  # over which axes a statistic's cotangent is added up before it is used
     cotangents_of_total: Axes = ()  # over which axes the cotangent of a loss summed over rows is
     typed: bool = False  # whether JAX tracks over which axes each value varies (`check_vma=True`)
-    handed_whole: bool = False  # whether weight, bias and a low-rank term's `up` come in gathered already
+    handed_whole: bool = False  # whether the head's arrays come in gathered already
 
     @property
     def gathered(self) -> Axes:
@@ -89,12 +90,11 @@ class Shards:
         """`head` with whole arrays over the axes that split them in memory only."""
         if not self.gathered or self.handed_whole:
             return head
-        weight, bias, axis = head.weight, head.bias, head.spec.vocab_axis
+        weight = head.weight
         if jnp.dtype(head.spec.dtype).itemsize < weight.dtype.itemsize:
             weight = weight.astype(head.spec.dtype)  # moved in the dtype of the products
-        weight = _gather(_gather(weight, self.gathered_width, 1 - axis), self.gathered_vocabulary, axis)
-        bias, up = jax.tree.map(lambda x: _gather(x, self.gathered_vocabulary, 0), (bias, head.up))
-        return dataclasses.replace(head, weight=weight, bias=bias, up=up)
+        head = dataclasses.replace(head, weight=_gather(weight, self.gathered_width, 1 - head.spec.vocab_axis))
+        return head.columns(lambda x, axis: _gather(x, self.gathered_vocabulary, axis))
 
     def own_columns(self, head: Head) -> Head:
         """The columns that this device streams, gathered."""
@@ -109,12 +109,16 @@ class Shards:
         if u is not None:
             u = jnp.pad(u, (0, size * axis_size(self.vocabulary) - u.shape[0]))
             u = lax.dynamic_slice_in_dim(u, start, size)
-        valid, up = None, head.up
+        valid = None
+        read: dict[str, Any] = {name: getattr(head, name) for name, is_read in BY_COLUMN.items() if is_read}
         if spec.vocab_size < size * axis_size(self.vocabulary):
             valid = jnp.clip(spec.vocab_size - start, 0, size)
-            if up is not None:  # products read its padding
-                up = jnp.where(jnp.arange(size)[:, None] < valid, up, jnp.zeros((), up.dtype))
-        return dataclasses.replace(head, logit_weights=u, valid_columns=valid, up=up)
+
+            def zeroed(x: jax.Array) -> jax.Array:
+                return jnp.where(spread(jnp.arange(size), x) < valid, x, jnp.zeros((), x.dtype))
+
+            read = jax.tree.map(zeroed, read)
+        return dataclasses.replace(head, logit_weights=u, valid_columns=valid, **read)
 
     def _start(self, local: Head) -> jax.Array:
         """The vocabulary id of this device's first column."""
@@ -224,13 +228,10 @@ def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight
     if common and weight_bytes < hidden_bytes and vocabulary == others + common:
         vocabulary, sequence, gathered = others, (), common
     entries, all_of_it = without(rows, sequence + gathered), tuple(dict.fromkeys(rows + vocabulary))
-    sums = PerInput(
+    sums = NO_AXES.map(lambda _: all_of_it)._replace(
         hidden=without(vocabulary, sequence),
         weight=without(rows, sequence + gathered + width),
-        bias=entries,
-        logit_scale=all_of_it,
-        up=entries,
-        down=all_of_it,
+        **dict.fromkeys(BY_COLUMN, entries),
     )
     return Shards(rows, vocabulary, sequence, gathered, width, sums)
 

@@ -1,6 +1,6 @@
 """What tiles of dlogits are multiplied for: which gradients are asked, and where the products go."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,15 +34,19 @@ class PerInput[T](NamedTuple):
         """None in place of those that are not flagged."""
         return PerInput(*(x if flag else None for x, flag in zip(self, flags, strict=True)))
 
-    def of(self, names: tuple[str, ...], f: Callable[..., T], *others: "PerInput[T]") -> "PerInput[T]":
+    def of(self, names: Iterable[str], f: Callable[..., T], *others: "PerInput[Any]") -> "PerInput[T]":
         """With `f` of the values here and in the others for each of `names`, None where one has None."""
         given = {name: [getattr(x, name) for x in (self, *others)] for name in names}
         made: Any = {name: None if any(x is None for x in xs) else f(*xs) for name, xs in given.items()}
         return self._replace(**made)
 
 
-# Sums with an entry for each row, and for each column of the vocabulary, the weight's apart.
-BY_ROW, BY_COLUMN = ("hidden", "down"), ("bias", "up")
+# The inputs whose products have an entry for each row.
+BY_ROW = ("hidden", "down")
+
+# A head's arrays beside the weight with an entry for each column of the vocabulary, along the first axis; so have their
+# products. And whether products of dlogits read them: a shard's padding of these has to be 0, as 0·NaN is not.
+BY_COLUMN = {"bias": False, "up": True}
 
 # Gradients, or products of dlogits.
 Arrays = PerInput[jax.Array | None]

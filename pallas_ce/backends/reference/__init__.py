@@ -17,14 +17,13 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
     if mask is not None:
         hidden = jnp.where(mask[:, None], hidden, 0)  # even a nan there must not reach the weight's gradient
         inverse_temperature = None if inverse_temperature is None else jnp.where(mask, inverse_temperature, 1)
-    weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
-    bias = None if head.bias is None else head.bias[: spec.vocab_size]
-    z = _product(hidden, weight, 1 - spec.vocab_axis, spec)
+    head = head.columns(lambda x, axis: jax.lax.slice_in_dim(x, 0, spec.vocab_size, axis=axis))
+    z = _product(hidden, head.weight, 1 - spec.vocab_axis, spec)
     if head.up is not None:
-        z = z + _product(_product(hidden, present(head.down), 1, spec), head.up[: spec.vocab_size], 1, spec)
+        z = z + _product(_product(hidden, present(head.down), 1, spec), head.up, 1, spec)
     # 0·inf of the weight's is nan, and so are the derivatives of what a cap or an infinite scale makes of it.
     z = z if mask is None else jnp.where(mask[:, None], z, 0)
-    z = head.cap(z, bias, inverse_temperature)
+    z = head.cap(z, head.bias, inverse_temperature)
     return z if mask is None else jnp.where(mask[:, None], z, 0)
 
 

@@ -141,9 +141,8 @@ class XlaBackend(Backend):
             carry = carry.of(("weight",), functools.partial(with_share, tile, head.spec.vocab_axis), share)
             return carry.of(BY_COLUMN, functools.partial(with_share, tile, 0), share).of(BY_ROW, operator.add, share)
 
-        zeros = head.row_sums(batch, gradient.needs)
-        weight = None if to is None else to.array
-        found = tiles.for_each(body, sums._replace(hidden=zeros.hidden, weight=weight, down=zeros.down))
+        sums = head.with_row_sums(sums._replace(weight=None if to is None else to.array), batch, gradient.needs)
+        found = tiles.for_each(body, sums)
         return (found if narrow else found.of(BY_ROW, lambda x: x / factor)), None
 
 
