@@ -47,6 +47,7 @@ class HeadSpec:
     # quickest.
     precision: jax.lax.Precision | jax.lax.DotAlgorithmPreset = jax.lax.Precision.DEFAULT
     rank: int = 0  # r of a low-rank term, or 0
+    scaled_entries: bool = False  # whether there is a `vocab_scale`
 
     @property
     def width(self) -> int:
@@ -107,7 +108,9 @@ PLAIN = BatchSpec()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A head's arrays, a pytree. Logits are `softcap(logit_scale · (hidden·weight + bias))`, over a row's temperature.
+    """A head's arrays, a pytree.
+
+    Logits are `softcap(logit_scale · (vocab_scale·(hidden·weight) + bias))`, over a row's temperature.
 
     A low-rank term adds `up·down` to the weight, but is never added to it: `hidden·downᵀ` is small, and what the weight
     does to hidden states `up` does to that.
@@ -123,6 +126,7 @@ class Head:
     valid_columns: jax.Array | None = None
     up: jax.Array | None = None  # `[V', r]`, whichever way the weight lies, any floating dtype
     down: jax.Array | None = None  # `[r, H]` in the accumulator dtype
+    vocab_scale: jax.Array | None = None  # `[V']`; None: 1
 
     def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: np.dtype | None = None) -> jax.Array:
         """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands.
@@ -165,8 +169,10 @@ class Head:
     def cap(
         self, products: jax.Array, bias: jax.Array | None, inverse_temperature: jax.Array | None = None
     ) -> jax.Array:
-        """Logits from `hidden·weight [n, c]`: bias, scale, soft cap, temperature."""
+        """Logits from `hidden·weight [n, c]`: the columns' scales, bias, scale, soft cap, temperature."""
         z = products
+        if self.vocab_scale is not None:
+            z = z * jnp.broadcast_to(self.vocab_scale.astype(z.dtype), z.shape)
         if bias is not None:
             z = z + jnp.broadcast_to(bias.astype(z.dtype), z.shape)
         if self.logit_scale is not None:
@@ -190,6 +196,8 @@ class Head:
 
         Left in float32 they would pull both products into float32: the commonest performance bug of this field.
         """
+        if self.vocab_scale is not None:
+            return self._scaled_products(batch, dlogits, tile, needs)
         axis, hidden = self.spec.vocab_axis, batch.hidden
         rounded = dlogits.astype(self.spec.dtype)
         for_hidden = self.matmul(rounded, self.existing_weight(tile), (1, axis)) if needs.hidden else None
@@ -198,6 +206,24 @@ class Head:
         up = None if self.up is None else tile.take(self.up)
         found = self.term_products(batch, rounded, up, needs)
         return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias)
+
+    def _scaled_products(self, batch: Batch, dlogits: jax.Array, tile: Tile, needs: PerInput[bool]) -> Arrays:
+        """The same with a `vocab_scale`, whose gradient is made of the weight's and up's before it multiplies these."""
+        axis, narrow, wide = self.spec.vocab_axis, self.spec.dtype, self.spec.accumulator
+        weight, up = self.existing_weight(tile), None if self.up is None else tile.take(self.up)
+        scale = tile.take(present(self.vocab_scale)).astype(wide)
+        of_up = scale[:, None]
+        of_weight = of_up if axis == 0 else scale[None, :]
+        scaled = of_weight * weight.astype(wide), None if up is None else of_up * up.astype(wide)
+        whole = dataclasses.replace(self, weight=scaled[0], up=scaled[1], vocab_scale=None)
+        asked = needs._replace(weight=needs.weight or needs.vocab_scale, up=needs.up or needs.vocab_scale)
+        found = whole.tile_products(batch, dlogits, tile, asked)
+        if needs.vocab_scale:
+            own = jnp.sum(present(found.weight) * weight.astype(narrow).astype(wide), axis=1 - axis)
+            if up is not None:
+                own += jnp.sum(present(found.up) * up.astype(narrow).astype(wide), axis=1)
+            found = found._replace(vocab_scale=own)
+        return found.where(needs).of(("weight",), lambda x: of_weight * x).of(("up",), lambda x: of_up * x)
 
     def for_weight(self, dlogits: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
         """`dlogits [n, c]ᵀ·rows [n, H]` in the weight's layout."""

@@ -97,6 +97,7 @@ def explain(
     labels: ArrayLike | jax.ShapeDtypeStruct | None = None,
     *,
     bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
+    vocab_scale: ArrayLike | jax.ShapeDtypeStruct | None = None,
     logit_softcap: float | None = None,
     temperature: ArrayLike | jax.ShapeDtypeStruct = 1.0,
     reduction: Reduction = "mean",
@@ -119,14 +120,15 @@ def explain(
         labels: `[...]` or `[..., K]` integers, likewise, or None: K of them for each row are not served by every
             implementation.
         bias: `[V']`, likewise, or None.
+        vocab_scale: likewise.
         logit_softcap: the cap of the logits.
         temperature: as in `linear_row_statistics`; an array only by its shape and dtype, as above.
         reduction: "mean", "sum" or "none"; "none" also describes `linear_row_statistics`.
         precision: how operands are multiplied; one that the kernels do not know keeps them out.
         backward: "auto", "recompute" or "in_forward".
         implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
-        differentiate: which of "hidden", "weight", "bias", "logit_scale" and, of a `LowRank`, "up" and "down" are
-            differentiated; () describes evaluation.
+        differentiate: which of "hidden", "weight", "bias", "vocab_scale", "logit_scale" and, of a `LowRank`, "up" and
+            "down" are differentiated; () describes evaluation.
 
     Returns:
         Explanation: see there.
@@ -152,7 +154,8 @@ def explain(
     if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
     logit_scale = options.pop("logit_scale", 1.0)
-    given: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
+    given: dict[str, Any] = {"bias": bias, "vocab_scale": vocab_scale, "temperature": temperature}
+    given["logit_scale"] = logit_scale
     shapes = {n: _described(n, x) for n, x in given.items() if hasattr(x, "shape") and not arguments.is_plain(x)}
     named: dict[str, Any] = {"logit_softcap": logit_softcap, "reduction": reduction, "backward": backward, **options}
     problem: Problem = jax.eval_shape(
@@ -195,7 +198,7 @@ def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerIn
         how.implementation_reason,
         mode,
         how.mode_reason if differentiated or how.mode is None else "nothing is differentiated",
-        gemms=1 + needed.hidden + needed.weight + (mode == "recompute"),
+        gemms=1 + needed.hidden + (needed.weight or needed.vocab_scale) + (mode == "recompute"),
         gradient_bytes=gradients,
         logits_bytes=logits,
         stored_bytes=(2 if differentiated else 1) * logits + gradients,
@@ -222,7 +225,7 @@ def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerIn
         of_weight = part.gathered_bytes + (0 if plan.rows >= tokens else weight_sum.bytes)
     sums = 0
     if mode is not None:  # in_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's
-        numbers = spec.weight_rows * (needed.bias + spec.rank * needed.up)
+        numbers = spec.weight_rows * (needed.bias + needed.vocab_scale + spec.rank * needed.up)
         numbers += spec.rank * (tokens * needed.down + spec.hidden_size * needs_grad.down)
         sums = numbers * wide + tokens * spec.hidden_size * needed.hidden * of_hidden.itemsize
         sums += of_weight * (in_forward and needed.weight)

@@ -49,14 +49,19 @@ class WeightOptions(TypedDict, total=False):
 
 
 class HeadOptions(WeightOptions, total=False):
-    """The whole head: `softcap(logit_scale · (hidden·weight + bias))`.
+    """The whole head: `softcap(logit_scale · (vocab_scale·(hidden·weight) + bias))`.
 
     Attributes:
         bias: `[V']`.
+        vocab_scale: `[V']`, a factor for each vocabulary entry: nGPT's s_z (arXiv:2410.01131, section 2.1), or the
+            scales of a weight that is quantised entry by entry. Differentiable; a constant where a function returns
+            gradients. Its gradient is a by-product of the weight's, and takes as long where the weight is frozen. The
+            products with the weight have to fit the compute dtype. By "xla" and "reference".
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
     """
 
     bias: ArrayLike | None
+    vocab_scale: ArrayLike | None
     logit_softcap: float | None
 
 

@@ -70,6 +70,7 @@ class Problem:
     up: jax.Array | None = None
     down: jax.Array | None = None
     bias: jax.Array | None = None
+    vocab_scale: jax.Array | None = None
     logit_scale: jax.Array | None = None
     logit_weights: jax.Array | None = None
     temperature: jax.Array | None = None
@@ -93,6 +94,7 @@ class Problem:
         labels: Any | None = None,
         *,
         bias: Any | None = None,
+        vocab_scale: Any | None = None,
         vocab_axis: int = 0,
         vocab_size: int | None = None,
         logit_softcap: float | None = None,
@@ -121,10 +123,12 @@ class Problem:
         if implementation != "reference":
             for name, x in (("hidden", hidden), ("weight", given.weight)):
                 arguments.known_sizes(name, x, "implementation='reference' for symbolic rows; it stores the logits")
-        by_column: dict[str, Any] = {n: arguments.array(n, x) for n, x in (("bias", bias),) if x is not None}
+        by_column: dict[str, Any] = {"bias": bias, "vocab_scale": vocab_scale}
+        by_column = {name: arguments.array(name, x) for name, x in by_column.items() if x is not None}
         mesh_axes = arguments.mesh_axes(mesh_axes)
         parts = (1, 1) if mesh_axes is None else mesh_axes.parts
         spec = specs.head_spec(hidden, given, by_column, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
+        spec = dataclasses.replace(spec, scaled_entries=vocab_scale is not None)
         leading = hidden.shape[:-1]
         logit_scale = arguments.scalar("logit_scale", logit_scale)
         logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
@@ -230,7 +234,7 @@ class Problem:
             up, down = (up, down) if spec.vocab_axis == 0 else (up.T, down.T)
             down = self.term_scale * down.astype(wide)
         return Batch(self.hidden, ids, temperature), Head(
-            self.weight, self.bias, scale, jax.lax.stop_gradient(u), spec, None, up, down
+            self.weight, self.bias, scale, jax.lax.stop_gradient(u), spec, None, up, down, self.vocab_scale
         )
 
     def shifted(self, by_token: jax.Array, fill: int) -> jax.Array:

@@ -249,6 +249,8 @@ def decide(
         raise ValueError(f"implementation={implementation!r} {work.otherwise}")
 
     def refusal(name: str) -> str | None:
+        if spec.scaled_entries and select.load(name).capabilities.cuda_only:
+            return "its kernels know no scale for each vocabulary entry; use 'xla'"
         return (
             work.refusal(name, spec, rows) if teacher is None else refusal_of_pair(name, (spec, teacher), scratch_bytes)
         )

@@ -16,7 +16,8 @@ class PerInput[T](NamedTuple):
     The products of a tile of dlogits `[n, c]`, or sums of them, are in the accumulator dtype, None if not needed:
     `hidden` is `dlogits·weight_tile [n, H]`, `weight` is `dlogitsᵀ·hidden` in the weight tile's layout, `bias` is
     `Σ_i dlogits [c]`, and `up` is `dlogitsᵀ·low [c, r]`. `down` is `dlogits·up_tile [n, r]`: `down`'s gradient and a
-    low-rank term's share of hidden's are made of it. The scale's gradient has no product: see `scale_gradient`.
+    low-rank term's share of hidden's are made of it. The scale's gradient has no product: see `scale_gradient`. A
+    `vocab_scale` multiplies weight and up in all of these, and has a product `[c]` with what it multiplies.
     """
 
     hidden: T
@@ -25,6 +26,7 @@ class PerInput[T](NamedTuple):
     logit_scale: T
     up: T
     down: T
+    vocab_scale: T
 
     def map[U](self, f: Callable[[T], U]) -> "PerInput[U]":
         """`f` of each."""
@@ -46,13 +48,13 @@ BY_ROW = ("hidden", "down")
 
 # A head's arrays beside the weight with an entry for each column of the vocabulary, along the first axis; so have their
 # products. And whether products of dlogits read them: a shard's padding of these has to be 0, as 0·NaN is not.
-BY_COLUMN = {"bias": False, "up": True}
+BY_COLUMN = {"bias": False, "up": True, "vocab_scale": True}
 
 # Gradients, or products of dlogits.
 Arrays = PerInput[jax.Array | None]
 
-NO_ARRAYS: Arrays = PerInput(*[None] * 6)
-NO_GRADIENT: PerInput[bool] = PerInput(*[False] * 6)
+NO_ARRAYS: Arrays = PerInput(*[None] * 7)
+NO_GRADIENT: PerInput[bool] = PerInput(*[False] * 7)
 
 
 def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:

@@ -147,7 +147,7 @@ class Sizes:
             **dict.fromkeys(("token_weights", "temperature", "row_input"), (n,)),
             **dict.fromkeys(("logit_scale", "teacher_logit_scale", "label_smoothing", "z_loss"), ()),
             **dict.fromkeys(("class_weights", "logit_weights"), (v,)),
-            **dict.fromkeys(("bias", "teacher_bias"), (wide,)),
+            **dict.fromkeys(("bias", "teacher_bias", "vocab_scale"), (wide,)),
             "hidden": (n, h), "weight": (wide, h), "teacher_hidden": (n, ht), "teacher_weight": (wide, ht),
             "up": (wide, 2), "down": (2, h), "logits": (n, wide), "all_logits": (n, v),
             "emissions": (3, 4, 3), "transitions": (3, 3), "each_transitions": (3, 3, 3, 3), "rewards": (6,),
@@ -411,6 +411,9 @@ CASES: dict[str, Case] = {
     ),
     "linear_cross_entropy, low rank": _of_head(
         "linear_cross_entropy", _plain_cross_entropy, "up", "down", ways=EACH_MODE
+    ),
+    "linear_cross_entropy, scaled": _of_head(
+        "linear_cross_entropy", _plain_cross_entropy, "up", "down", "vocab_scale", ways=EACH_MODE
     ),
     "linear_row_statistics": _of_head(
         "linear_row_statistics", _plain_statistics, *OF_STATISTICS, labels="several",

@@ -37,13 +37,14 @@ def _of_stored_logits(loss: Callable[..., Any]) -> Callable[..., Any]:
         *,
         vocab_axis: int,
         bias: Any = 0.0,
+        vocab_scale: Any = 1.0,
         logit_scale: Any = 1.0,
         **options: Any,
     ) -> Any:
         if isinstance(weight, LowRank):
             a, b = (weight.up, weight.down) if vocab_axis == 0 else (weight.down, weight.up)
             weight = weight.weight + weight.scale * a @ b
-        logits = logit_scale * (hidden @ (weight.T if vocab_axis == 0 else weight) + bias)
+        logits = logit_scale * (hidden @ (weight.T if vocab_axis == 0 else weight) * vocab_scale + bias)
         return loss(logits, labels, **{k: x for k, x in options.items() if k not in ("backward", "scratch_bytes")})
 
     return of_head
@@ -172,7 +173,9 @@ def assert_near_oracle(
     weight = np.abs(p.arrays["weight"])
     if "up" in p.arrays:
         weight = weight + LOW_RANK_SCALE * np.abs(p.arrays["up"]) @ np.abs(p.arrays["down"])
-    terms = float((np.abs(p.arrays["hidden"]) @ weight.T * scale).max())
+    by_entry = np.abs(p.arrays.get("vocab_scale", np.ones(len(weight))))
+    products = np.abs(p.arrays["hidden"]) @ weight.T * scale
+    terms = float((products * by_entry).max())
     counts = oracle.counted(p.labels, p.arrays, p.options)
     weights = np.where(counts, p.arrays.get("token_weights", 1.0), 0.0)
     of_classes = np.abs(p.options.get("class_weights", np.ones(1)))
@@ -182,8 +185,9 @@ def assert_near_oracle(
     floor = unit * max(4.0 * added, 4.0 * abs(want[0]), terms * added)
     (loss, gradients), (right_loss, right_gradients) = got, want
     beside = {
-        "hidden": scale * np.abs(p.arrays["weight"]).max(),
-        "weight": scale * np.abs(p.arrays["hidden"]).max(initial=0.0),
+        "hidden": scale * (by_entry[:, None] * np.abs(p.arrays["weight"])).max(),
+        "weight": scale * by_entry.max() * np.abs(p.arrays["hidden"]).max(initial=0.0),
+        "vocab_scale": float(products.max()),
         "logit_scale": terms,
         "token_weights": 1.0 / max(weights.sum(), 0.01),
     }
@@ -220,7 +224,7 @@ def assert_as_accurate_as_rounded_dlogits(
         return x * (1 + unit * rng.uniform(-1, 1, x.shape))
 
     _, rounded = results(round_dlogits=dtype)
-    for name in ("hidden", "weight", "bias", "logit_scale"):
+    for name in ("hidden", "weight", "bias", "vocab_scale", "logit_scale"):
         if name in got[1]:
             start, kept = np.float64(0.0), p.arrays[name].dtype
             if name in before:

@@ -102,13 +102,14 @@ def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
 def loss(
     hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, token_weights: Any, *, padded: bool, **options: Any
 ) -> Any:
-    """Every term of the loss at once."""
+    """Every term of the loss at once; beside a low-rank term the vocabulary's entries have scales, made of the bias."""
+    by_entry = 1 + jnp.tanh(bias) / 2 if isinstance(weight, LowRank) else None
     vocabulary = bias.shape[0] if "vocabulary" not in options else options.pop("vocabulary")
     classes = 0.5 + jnp.arange(vocabulary - 3 * padded) % 3
     return linear_cross_entropy(
-        hidden, weight, labels, bias=bias, logit_scale=scale, token_weights=token_weights, class_weights=classes,
-        label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0, vocab_size=vocabulary - 3 * padded if padded else None,
-        **options,
+        hidden, weight, labels, bias=bias, vocab_scale=by_entry, logit_scale=scale, token_weights=token_weights,
+        class_weights=classes, label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0,
+        vocab_size=vocabulary - 3 * padded if padded else None, **options,
     )  # fmt: skip
 
 

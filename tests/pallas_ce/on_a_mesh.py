@@ -32,14 +32,15 @@ from tests.pallas_ce.problems import Problem, problems
 
 
 @hypothesis.given(
-    p=problems(multiple=4),
+    p=problems(multiple=4, scaled=True),
     layout=st.sampled_from(LAYOUTS),
     backward=st.sampled_from(["recompute", "in_forward"]),
 )
 def test_any_options_split_over_a_mesh(p: Problem, layout: Any, backward: str) -> None:
     """Rows, vocabulary and width, as the parallelisms of training split them."""
     rows = P(flat(layout.hidden))
-    specs = {"hidden": rows, "weight": layout.weight, "up": layout.bias, "bias": layout.bias, "token_weights": rows}
+    specs = {"hidden": rows, "weight": layout.weight, "token_weights": rows}
+    specs |= dict.fromkeys(("up", "bias", "vocab_scale"), layout.bias)
     on = mesh(shape=(2, 2))
     p.arrays = {name: jax.device_put(x, NamedSharding(on, specs.get(name, P()))) for name, x in p.arrays.items()}
     assert_near_oracle(p, library_results(p, "xla", backward))

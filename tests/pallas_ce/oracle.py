@@ -49,8 +49,10 @@ class Logits:
         self.v = v = vocab_size or a["weight"].shape[0]
         self.scale = a.get("logit_scale", np.float64(1.0))
         bias = a.get("bias")
+        self.by_entry = a["vocab_scale"][:v] if "vocab_scale" in a else np.ones(v)
         self.weight = a["weight"] + (LOW_RANK_SCALE * a["up"] @ a["down"] if "up" in a else 0.0)
-        self.linear = a["hidden"] @ self.weight[:v].T + (0.0 if bias is None else bias[:v])
+        self.products = a["hidden"] @ self.weight[:v].T
+        self.linear = self.by_entry * self.products + (0.0 if bias is None else bias[:v])
         raw = self.scale * self.linear
         self.z = raw if logit_softcap is None else logit_softcap * np.tanh(raw / logit_softcap)
         self.slope = 1.0 if logit_softcap is None else 1.0 - np.tanh(raw / logit_softcap) ** 2
@@ -62,17 +64,21 @@ class Logits:
         self.p = np.exp(self.log_p)
 
     def gradients(self, dz: np.ndarray) -> Arrays:
-        """Gradients of hidden, weight and, where given, up and down, bias and logit_scale."""
+        """Gradients of hidden, weight and, where given, up and down, bias, vocab_scale and logit_scale."""
         dx = dz * self.slope
+        dy = self.by_entry * dx
         weight = np.zeros_like(self.a["weight"])
-        weight[: self.v] = self.scale * dx.T @ self.a["hidden"]
-        out = {"hidden": self.scale * dx @ self.weight[: self.v], "weight": weight}
+        weight[: self.v] = self.scale * dy.T @ self.a["hidden"]
+        out = {"hidden": self.scale * dy @ self.weight[: self.v], "weight": weight}
         if "up" in self.a:
             out["up"] = LOW_RANK_SCALE * weight @ self.a["down"].T
             out["down"] = LOW_RANK_SCALE * self.a["up"].T @ weight
         if "bias" in self.a:
             out["bias"] = np.zeros_like(self.a["bias"])
             out["bias"][: self.v] = self.scale * dx.sum(0)
+        if "vocab_scale" in self.a:
+            out["vocab_scale"] = np.zeros_like(self.a["vocab_scale"])
+            out["vocab_scale"][: self.v] = self.scale * (dx * self.products).sum(0)
         if "logit_scale" in self.a:
             out["logit_scale"] = (dx * self.linear).sum()
         return out

@@ -43,6 +43,7 @@ def logits(a: Arrays, rows: Any, classes: int | None, softcap: float | None = No
     x = _product(hidden, weight)
     if not prefix and "down" in a:
         x = x + LOW_RANK_SCALE * _product(_product(hidden, wide["down"]), wide["up"][:classes])
+    x = x * wide["vocab_scale"][:classes] if not prefix and "vocab_scale" in a else x
     z = scale * (x if bias is None else x + bias[:classes])
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     return z / jax.lax.stop_gradient(wide["temperature"][rows])[:, None] if "temperature" in a else z

@@ -23,7 +23,7 @@ LOGIT_OPTIONS = ("vocab_size", "logit_softcap")
 
 @dataclasses.dataclass
 class Problem:
-    """Differentiated arrays (hidden, weight `[V, H]`; maybe up and down, bias, scale, token weights), and the rest."""
+    """Differentiated arrays (hidden, weight `[V, H]`; maybe up and down, bias, scales, token weights), and the rest."""
 
     arrays: dict[str, Any]
     labels: np.ndarray
@@ -62,12 +62,12 @@ def small_scratch(p: Problem, divisor: int) -> int:
 
 
 @st.composite
-def statistics_problems(draw: Any, low_rank: bool = True) -> Problem:
+def statistics_problems(draw: Any, low_rank: bool = True, scaled: bool = False) -> Problem:
     """`problems` for the functions on statistics: also K targets for each row, and temperatures of every kind.
 
     Small vocabularies make targets repeat within a row; labels of -100 and V are no targets.
     """
-    p = draw(problems(low_rank=low_rank))
+    p = draw(problems(low_rank=low_rank, scaled=scaled))
     n, v = p.labels.size, p.options.get("vocab_size", p.arrays["weight"].shape[0])
     p.arrays.pop("token_weights", None)
     p.options = {k: x for k, x in p.options.items() if k in LOGIT_OPTIONS}
@@ -82,8 +82,13 @@ def statistics_problems(draw: Any, low_rank: bool = True) -> Problem:
 
 
 @st.composite
-def problems(draw: Any, multiple: int = 1, low_rank: bool = True, most: Sequence[int] = (40, 33, 130)) -> Problem:
-    """Any shape, its sizes multiples of a number; both layouts, any options, maybe a term of `low_rank`."""
+def problems(
+    draw: Any, multiple: int = 1, low_rank: bool = True, most: Sequence[int] = (40, 33, 130), scaled: bool = False
+) -> Problem:
+    """Any shape, its sizes multiples of a number; both layouts, any options, maybe a term of `low_rank`.
+
+    Where `scaled`, entries of the vocabulary may have scales, which kernels refuse.
+    """
     n, h, v = (multiple * draw(st.integers(1, size // multiple)) for size in most)
     seed = draw(st.integers(0, 2**16))
     p = make(seed, n, h, v, draw(st.sampled_from([0.01, 1.0, 5.0])), draw(st.sampled_from([0, 1])))
@@ -93,6 +98,8 @@ def problems(draw: Any, multiple: int = 1, low_rank: bool = True, most: Sequence
         p.arrays["down"] = (rng.normal(size=(rank, h)) * 0.3 / np.sqrt(h)).astype(np.float32)
     if draw(st.booleans()):
         p.arrays["bias"] = rng.normal(size=v).astype(np.float32)
+    if scaled and draw(st.booleans()):
+        p.arrays["vocab_scale"] = rng.normal(size=v).astype(np.float32)
     if draw(st.booleans()):
         p.arrays["logit_scale"] = np.float32(draw(st.sampled_from([0.5, 1.3, -0.7])))
     if draw(st.booleans()):
@@ -140,5 +147,5 @@ def kinds(within: Sequence[str] = ("alone", "checkpoint", "jit", "scan", "vmap")
         "columns": st.none() | st.integers(1, 3),
         "metrics": st.booleans(),
         "labels": st.sampled_from([np.int16, np.int32, np.int64]),
-        "frozen": st.sets(st.sampled_from(["hidden", "weight", "bias"])),
+        "frozen": st.sets(st.sampled_from(["hidden", "weight", "bias", "vocab_scale"])),
     })  # fmt: skip

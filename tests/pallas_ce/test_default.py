@@ -279,6 +279,7 @@ CHOICES: list[tuple[tuple[Any, ...], dict[str, Any], str, str]] = [
     (WIDE, {"reduction": "none", "temperature": BY_ROW}, "triton", "no temperature for each row"),
     (WIDE, {"dtype": jnp.float32, "precision": "high"}, "triton", "the compute dtype is float32"),
     (WIDE, {"dtype": jnp.float32}, "xla", "the compute dtype is float32"),
+    (WIDE, {"vocab_scale": jax.ShapeDtypeStruct((WIDE[1].shape[0],), jnp.float32)}, "xla", "no scale for each"),
     (WIDE, {"precision": "TF32_TF32_F32"}, "xla", "precision=TF32_TF32_F32 asks for another algorithm"),
     (WIDE, {"scratch_bytes": 200_000, "backward": "in_forward"}, "xla", "scratch_bytes=200000 is less than the"),
 ]

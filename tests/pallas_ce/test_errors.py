@@ -84,6 +84,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"vocab_axis": True}, ValueError, "vocab_axis=True must be 0"),
         ({"bias": np.ones(4), "vocab_size": 4}, ValueError, r"bias has shape \(4,\); it must be \(5,\), one entry"),
         ({"bias": np.ones(5, int)}, TypeError, "bias has dtype int32; it must be a floating dtype"),
+        ({"vocab_scale": np.ones(4)}, ValueError, r"vocab_scale has shape \(4,\); it must be \(5,\), one entry"),
         ({"vocab_size": 0}, ValueError, "vocab_size=0 must be an int between 1 and the weight's 5 entries"),
         ({"vocab_size": 6}, ValueError, "vocab_size=6 must be an int between 1 and the weight's 5 entries"),
         ({"vocab_size": 4.0}, ValueError, r"vocab_size=4\.0 must be an int between 1 and"),

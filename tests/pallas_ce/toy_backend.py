@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
-from pallas_ce.streaming.gradient_products import Arrays, PerInput, TileStep, WeightGradient, put_in_sums
+from pallas_ce.streaming.gradient_products import BY_COLUMN, Arrays, PerInput, TileStep, WeightGradient, put_in_sums
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tiles
 
@@ -68,7 +68,7 @@ class ToyBackend(Backend):
 
         to = gradient.weight_sum
         weight = None if to is None else total(to.array, found.weight, to.adds)
-        return found._replace(weight=weight, bias=total(sums.bias, found.bias), up=total(sums.up, found.up)), None
+        return found._replace(weight=weight).of(BY_COLUMN, lambda share, before: total(before, share), sums), None
 
 
 def dot(head: Head, subscripts: str, a: Any, b: Any) -> jax.Array:
@@ -76,11 +76,17 @@ def dot(head: Head, subscripts: str, a: Any, b: Any) -> jax.Array:
     return jnp.einsum(subscripts, *operands, precision="highest", preferred_element_type=wide)
 
 
+def with_weight(head: Head, batch: Batch) -> jax.Array:
+    """`hidden·weight`, a low-rank term with it."""
+    z = dot(head, "nh,vh->nv" if head.spec.vocab_axis == 0 else "nh,hv->nv", batch.hidden, head.weight)
+    return z if head.up is None else z + dot(head, "nr,vr->nv", batch.low, head.up)
+
+
 def logits(head: Head, batch: Batch) -> jax.Array:
     """`[n, V]`, -inf in columns that do not exist."""
     v = head.spec.vocab_size
-    z = dot(head, "nh,vh->nv" if head.spec.vocab_axis == 0 else "nh,hv->nv", batch.hidden, head.weight)[:, :v]
-    z = z if head.up is None else z + dot(head, "nr,vr->nv", batch.low, head.up)[:, :v]
+    z = with_weight(head, batch)[:, :v]
+    z = z if head.vocab_scale is None else z * head.vocab_scale[None, :v].astype(z.dtype)
     z = z if head.bias is None else z + head.bias[None, :v].astype(z.dtype)
     z = z if head.logit_scale is None else z * head.logit_scale
     z = z if head.spec.softcap is None else head.spec.softcap * jnp.tanh(z / head.spec.softcap)
@@ -138,7 +144,11 @@ def dlogits(head: Head, batch: Batch, z: jax.Array, gradient: Gradient) -> jax.A
 
 def products(head: Head, batch: Batch, dz: jax.Array, needs: PerInput[bool]) -> Arrays:
     """Products of a head with the dlogits' columns."""
-    for_hidden = for_weight = for_up = for_down = None
+    for_hidden = for_weight = for_up = for_down = for_scale = None
+    for_bias = dz.sum(axis=0) if needs.bias else None
+    if head.vocab_scale is not None:
+        for_scale = (dz * with_weight(head, batch)).sum(axis=0) if needs.vocab_scale else None
+        dz = dz * head.vocab_scale.astype(dz.dtype)
     if needs.hidden:
         for_hidden = dot(head, "nv,vh->nh" if head.spec.vocab_axis == 0 else "nv,hv->nh", dz, head.weight)
     if needs.weight:
@@ -147,4 +157,4 @@ def products(head: Head, batch: Batch, dz: jax.Array, needs: PerInput[bool]) -> 
         for_down = dot(head, "nv,vr->nr", dz, head.up)
     if needs.up:
         for_up = dot(head, "nv,nr->vr", dz, batch.low)
-    return PerInput(for_hidden, for_weight, dz.sum(axis=0) if needs.bias else None, None, for_up, for_down)
+    return PerInput(for_hidden, for_weight, for_bias, None, for_up, for_down, for_scale)
