@@ -15,7 +15,6 @@ from pallas_ce.api.head_options import WeightOptions, documented
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
-from pallas_ce.modes.how import WeightSum, kept_dtype
 from pallas_ce.parallel.partitioning import known_device, share
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.streaming.gradient_products import NO_GRADIENT, PerInput, needed_products
@@ -206,8 +205,7 @@ def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerIn
     if how.mode is None:  # logits, probabilities and their gradient, as plain differentiation keeps them
         kept = (3 if differentiated else 2) * logits
         return told(rows=None, columns=None, scratch_bytes=kept, accumulator_bytes=0, peak_bytes=kept + gradients)
-    in_forward = mode == "in_forward"
-    weight_sum = how.weight_sum(spec, problem.weight.dtype, needs_grad) if in_forward else WeightSum()
+    weight_sum = how.weight_sum(spec, problem.weight.dtype, needs_grad)
     passes: tuple[Mode | None, ...] = (None, mode) if mode == "recompute" else (mode,)
     options = sum(x is not None for x in (problem.bias, problem.logit_scale, spec.softcap))
     describe = how.backend.describe
@@ -217,21 +215,12 @@ def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerIn
         launches = tuple(describe(spec, options, needed, plan.rows) for needed, plan in made if describe)
     plan = plans[-1]
     scratch = max(plan.scratch_bytes for plan in plans) + part.gathered_bytes
-    of_hidden = spec.accumulator
-    if in_forward and not part.words and not needs_grad.logit_scale:
-        of_hidden = kept_dtype(spec, problem.hidden.dtype)
-    of_weight = spec.weight_rows * spec.hidden_size * wide
+    of_hidden = how.hidden_sum_dtype(spec, problem.hidden.dtype, needs_grad, bool(part.words))
+    sums = how.accumulator_bytes(spec, tokens, needs_grad, of_hidden, weight_sum, plan)
     if weight_sum.bytes:  # and a device's share of a gradient that the devices hold in parts
-        of_weight = part.gathered_bytes + (0 if plan.rows >= tokens else weight_sum.bytes)
-    sums = 0
-    if mode is not None:  # in_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's
-        numbers = spec.weight_rows * (needed.bias + needed.vocab_scale + spec.rank * needed.up)
-        numbers += spec.rank * (tokens * needed.down + spec.hidden_size * needs_grad.down)
-        sums = numbers * wide + tokens * spec.hidden_size * needed.hidden * of_hidden.itemsize
-        sums += of_weight * (in_forward and needed.weight)
-    copied = 0  # a weight that is gathered is rounded before
-    if how.backend.capabilities.casts_whole and problem.weight.dtype != spec.dtype and not part.gathered_bytes:
-        copied = spec.weight_rows * spec.hidden_size * spec.dtype.itemsize
+        sums += part.gathered_bytes
+    # A weight that is gathered is rounded before.
+    copied = 0 if part.gathered_bytes else how.backend.copy_bytes(spec, problem.weight.dtype)
     # Statistics, coefficients, order: a few numbers each; and for each further target.
     by_row = (16 + 8 * (problem.batch_spec.targets or 0)) * tokens * wide
     return told(

@@ -1,4 +1,4 @@
-"""What the backends with GPU kernels share: their capabilities, and how both modes use the kernels of a block."""
+"""What the backends with GPU kernels share: their limits, and how both modes use the kernels of a block."""
 
 import abc
 import dataclasses
@@ -6,11 +6,12 @@ from typing import ClassVar, override
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Block, Stash
-from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Plan
-from pallas_ce.head import Batch, Head
+from pallas_ce.backends.protocol import Backend, Gradient, Plan
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.row import Partial, spread
 from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.streaming.rows import RowBlock
@@ -73,7 +74,11 @@ class KernelBackend(Backend):
     """A backend whose modes are a block's kernels."""
 
     # Pallas has no rule for kernels that write in place inside checked regions.
-    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True, casts_whole=True)
+    checked_regions = False
+
+    def copy_bytes(self, spec: HeadSpec, dtype: np.dtype) -> int:
+        """Of a weight in another dtype than the operands'."""
+        return 0 if dtype == spec.dtype else spec.weight_rows * spec.hidden_size * spec.dtype.itemsize
 
     @abc.abstractmethod
     def block(

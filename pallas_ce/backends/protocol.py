@@ -1,20 +1,21 @@
-"""What a backend fills in: seven functions, what it is capable of, and what it may offer besides.
+"""What a backend fills in: seven functions, what memory is worth to it, and what it may offer besides.
 
 A backend is a module with a folder of its own. It knows nothing of losses, cotangents' origins, masks, chunk loops,
 differentiation or sharding: the modes in `modes/` bring rows block by block and take statistics or gradients back.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import numpy as np
+from jax import lax
 
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.logits import Distances
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.budget import default_bytes
 from pallas_ce.streaming.gradient_products import NO_GRADIENT, Arrays, PerInput, TileStep, WeightGradient
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.selection import Largest
@@ -51,22 +52,6 @@ class Gradient(NamedTuple):
     factor: jax.Array | float = 1.0  # `[]`, what undoes the normalisation
     weight_sum: WeightGradient | None = None  # in_forward's, where the weight's share goes, if it is needed
     hidden_dtype: np.dtype | None = None  # hidden's share of in_forward may be rounded to it; None: the accumulator's
-
-
-@dataclasses.dataclass(frozen=True)
-class Capabilities:
-    """What holds of all that a backend does."""
-
-    checked_regions: bool = True  # whether it can be traced inside a `shard_map` with `check_vma=True`
-    # Whether larger blocks are worth the memory: by default twice as much for float32 operands, and for in_forward as
-    # much as the weight's wide sum, which a single block does without; see `How.block_sizes`.
-    large_blocks: bool = False
-    wide_stash: bool = False  # whether in_forward's stash takes the wide logits' bytes, and a single block more
-    cuda_only: bool = False  # whether it runs on CUDA devices alone
-    # Whether `stash_products` adds to the weight's sum even for the first of several blocks, so that it has to begin as
-    # zeros: products are then added where the sum lies, and no choice stands between.
-    adds_in_place: bool = False
-    casts_whole: bool = False  # whether a weight of another dtype than the operands' is copied as a whole
 
 
 class Launch(NamedTuple):
@@ -138,7 +123,7 @@ class Backend(Protocol):
 
     Attributes:
         name: as in `Implementation`.
-        capabilities: see there.
+        checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
         top_k: `(spec, k, scratch_bytes)` to a finder, if it has one of its own.
         materialized: kernels for materialized logits, if it has any.
         pairs: kernels for two heads, if it has any.
@@ -147,7 +132,7 @@ class Backend(Protocol):
     """
 
     name: str
-    capabilities: Capabilities = Capabilities()
+    checked_regions: bool = True
     top_k: Callable[[HeadSpec, int, int | None], TopKFinder] | None = None
     materialized: Materialized | None = None
     pairs: Pairs | None = None
@@ -171,6 +156,18 @@ class Backend(Protocol):
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""
 
+    def default_scratch(self, spec: HeadSpec, mode: Mode | None, *, alone: bool = False) -> tuple[int, int]:
+        """Bytes that blocks may take where the caller sets no bound: in all, and for each logit.
+
+        `alone`: a single block of in_forward, beside what it spares of the weight's sum; 0 if larger blocks gain
+        nothing. Rows should be many where operands are twice as wide, too.
+        """
+        return (2 if spec.dtype.itemsize > 2 else 1) * default_bytes(spec.vocab_size), spec.accumulator.itemsize
+
+    def copy_bytes(self, spec: HeadSpec, dtype: np.dtype) -> int:
+        """Bytes of a copy of a weight in `dtype`, where it is made whole and beside the scratch."""
+        return 0
+
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
         """Block sizes for the plain forward (`mode=None`) or for a backward mode.
 
@@ -178,12 +175,16 @@ class Backend(Protocol):
         of up to `spare_bytes` costs nothing beside: it lies where the gradient will, once all blocks are done.
         """
 
-    def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
-        """The shape of an array kept beside a bfloat16 gradient of the weight while blocks of `rows` are added to it.
+    def weight_bits(self, spec: HeadSpec) -> tuple[int, int] | None:
+        """The shape of an array kept beside a bfloat16 gradient of the weight while blocks of rows are added to it.
 
         The array is bfloat16; the backend decides what its bits mean. None: sums are in the accumulator dtype.
         """
         return None
+
+    def empty_sum(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """What in_forward's sum for the weight begins as, over several blocks: anything, if the first replaces it."""
+        return lax.empty(shape, dtype)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
@@ -216,6 +217,6 @@ class Backend(Protocol):
 
         `factor` times the block's share is added to the `sums` for bias and up, `[V', ...]`, and goes where
         `gradient.weight_sum` says. Its array is in the accumulator dtype or, if it is rounded at once or has bits, the
-        weight's; if it is replaced, the weight's padding stays. See also `Capabilities.adds_in_place`. The products by
-        row, for hidden and down, are undefined in rows that are not valid.
+        weight's; if it is replaced, the weight's padding stays. See also `empty_sum`. The products by row, for hidden
+        and down, are undefined in rows that are not valid.
         """

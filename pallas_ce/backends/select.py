@@ -63,7 +63,7 @@ def select(
     """
 
     def refused(name: str) -> str | None:
-        if checked and not load(name).capabilities.checked_regions:
+        if checked and not load(name).checked_regions:
             return (
                 "it cannot be traced inside a shard_map with check_vma=True; pass check_vma=False and, with mesh_axes, "
                 "MeshAxes(grad='inside' or 'outside'), or call under jit alone"
@@ -81,7 +81,7 @@ def select(
         reason = refused(implementation)
         elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
         told = (by_name, _never_run(implementation, targets.cuda_kind()), slower(implementation))
-    if load(implementation).capabilities.cuda_only and elsewhere:
+    if elsewhere and for_cuda(implementation):
         reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
     if reason:
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
@@ -107,6 +107,11 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> tuple[str, st
             told = "; ".join(filter(None, (reason, doubt, *passed_over)))
             return name, told, Default(_EVERYWHERE, certain=device is not None)
     return _EVERYWHERE, "; ".join(passed_over) or f"no kernels of this library are for {kind}", None
+
+
+def for_cuda(implementation: str) -> bool:
+    """Whether an implementation's kernels are for CUDA devices."""
+    return any(implementation in gpus.kernels for gpus in targets.GPUS.values())
 
 
 def _kernels(kind: str | None) -> dict[str, str | None]:

@@ -15,16 +15,8 @@ from pallas_ce.backends.select import Default
 from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
 from pallas_ce.parallel.partitioning import known_device
 from pallas_ce.parallel.shards import Local, Shards
-from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
-from pallas_ce.streaming.gradient_products import PerInput
-
-# The default scratch at most, and by vocabulary entry: a wider vocabulary needs more for a block of as many rows. The
-# default doubles where rows should be many and are kept twice as wide: as operands, or in in_forward's stash.
-_MOST_SCRATCH_BYTES = 2 * DEFAULT_SCRATCH_BYTES
-_BYTES_PER_ENTRY = 4096
-
-# Rows of a block that every backend has whole tiles of.
-_WHOLE_ROWS = 256
+from pallas_ce.streaming.budget import MOST_SCRATCH_BYTES, budget, default_bytes
+from pallas_ce.streaming.gradient_products import PerInput, needed_products
 
 # Below this many rows a block, in_forward's products run far below the machine's rate and recompute is faster.
 _USEFUL_ROWS = 64
@@ -35,8 +27,8 @@ class WeightSum(NamedTuple):
 
     bytes: int = 0  # what it takes beside the gradient
     spare: int = 0  # of these, where the gradient will be when all blocks are done
-    narrow: bool = False  # whether it is the gradient itself, and the bits that this lacks: `Backend.weight_bits`
-    given: bool = False  # whether the caller gave it, so that no gradient is made beside it
+    worth: int = 0  # what blocks may take besides, by default
+    bits: tuple[int, int] | None = None  # where it is the gradient itself, what that lacks: `Backend.weight_bits`
 
 
 _NO_SUM = WeightSum()
@@ -88,44 +80,57 @@ class How:
         """Block sizes of a pass.
 
         A single block may by default take what the weight's sum over several takes. Several may take, whatever the
-        caller's bound, what of the sum is spare. Neither adds to the largest amount in use. Where the sum is given,
-        blocks may by default take what a gradient beside it would.
+        caller's bound, what of the sum is spare. Neither adds to the largest amount in use.
         """
-        backend, does, wide = self.backend, self.backend.capabilities, spec.dtype.itemsize > 2
+        backend, entries = self.backend, tokens * spec.vocab_size
         least, what = backend.minimum_scratch(spec, mode), f"one row of this head in the {mode or 'forward'} pass"
-        logits = tokens * spec.vocab_size * spec.accumulator.itemsize
-        default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
-        if does.large_blocks and wide:
-            default *= 2
         if weight_sum.bytes and self.scratch_bytes is None:
-            # The logits of all rows, and where those are the stash, tiles beside them.
-            times = 2 if does.wide_stash else 1
-            bound = budget(None, least, times * logits, what, default + weight_sum.bytes)
-            alone = backend.plan(spec, tokens, mode, bound, 0)
+            default, by_entry = backend.default_scratch(spec, mode, alone=True)
+            bound = budget(None, least, by_entry * entries, what, default + weight_sum.bytes)
+            alone = backend.plan(spec, tokens, mode, bound)
             if alone.rows >= tokens:
                 return alone
-        if does.wide_stash and not wide and mode == "in_forward":
-            default *= 2
-        spare = weight_sum.spare
-        if weight_sum.given:
-            default, spare = default + spare, 0
-        if weight_sum.narrow:  # a large sum costs much to read for each block, and beside a small one there is room
-            default = max(default + weight_sum.bytes // 4, _MOST_SCRATCH_BYTES - weight_sum.bytes)
-        bound = budget(self.scratch_bytes, least, logits, what, default)
-        return backend.plan(spec, tokens, mode, bound, spare)
+        default, by_entry = backend.default_scratch(spec, mode)
+        bound = budget(self.scratch_bytes, least, by_entry * entries, what, default + weight_sum.worth)
+        return backend.plan(spec, tokens, mode, bound, weight_sum.spare)
+
+    def hidden_sum_dtype(self, spec: HeadSpec, dtype: np.dtype, needs_grad: PerInput[bool], split: bool) -> np.dtype:
+        """The dtype of the sum for hidden states of `dtype`.
+
+        In_forward writes each row once, and rounds it at once, unless more is to be made of it first, or the backward
+        of a `shard_map` adds up several devices' shares.
+        """
+        once = self.mode == "in_forward" and self.shards is None and not (split or needs_grad.logit_scale)
+        return kept_dtype(spec, dtype) if once else spec.accumulator
+
+    def accumulator_bytes(
+        self, spec: HeadSpec, tokens: int, needs_grad: PerInput[bool], hidden: np.dtype, total: WeightSum, plan: Plan
+    ) -> int:
+        """Bytes of the sums that live beside the gradients; recompute finishes the weight's tile by tile."""
+        wide, size, needed = spec.accumulator.itemsize, spec.hidden_size, needed_products(needs_grad, spec.rank)
+        of_weight = total.bytes * (plan.rows < tokens) if total.bytes else spec.weight_rows * size * wide
+        numbers = spec.weight_rows * (needed.bias + needed.vocab_scale + spec.rank * needed.up)
+        numbers += spec.rank * (tokens * needed.down + size * needs_grad.down)
+        of_rows = tokens * size * needed.hidden * hidden.itemsize
+        return numbers * wide + of_rows + of_weight * (self.mode == "in_forward" and needed.weight)
 
     def weight_sum(
         self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: PerInput[bool], *, given: bool = False
     ) -> WeightSum:
-        """What in_forward adds up the weight's gradient in; see `block_sizes`."""
-        rounded = kept_dtype(spec, weight_dtype) != spec.accumulator
-        if not needs_grad.weight or not self.backend.capabilities.large_blocks:
-            return WeightSum(given=given)
-        numbers = spec.weight_rows * spec.hidden_size
-        if rounded and not given and (bits := self.backend.weight_bits(spec, _WHOLE_ROWS)) is not None:
-            return WeightSum(math.prod(bits) * weight_dtype.itemsize, narrow=True)
-        wide = numbers * spec.accumulator.itemsize if rounded or given else 0
-        return WeightSum(wide, wide // 2, given=given)
+        """What in_forward adds up the weight's gradient in; see `block_sizes`. If `given`, no gradient is beside it."""
+        beside = given or kept_dtype(spec, weight_dtype) != spec.accumulator
+        worth_more, _ = self.backend.default_scratch(spec, "in_forward", alone=True)
+        if not (beside and worth_more and needs_grad.weight) or self.mode != "in_forward":
+            return _NO_SUM
+        wide = spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
+        if given:  # blocks may by default take what a gradient would
+            return WeightSum(wide, worth=wide // 2)
+        if (bits := self.backend.weight_bits(spec)) is None:
+            return WeightSum(wide, wide // 2)
+        # A large sum costs much to read for each block, and beside a small one there is room.
+        taken = math.prod(bits) * weight_dtype.itemsize
+        room = MOST_SCRATCH_BYTES - taken - default_bytes(spec.vocab_size)
+        return WeightSum(taken, worth=max(taken // 4, room), bits=bits)
 
 
 def kept_dtype(spec: HeadSpec, dtype: np.dtype) -> np.dtype:
@@ -140,15 +145,15 @@ def kept_dtype(spec: HeadSpec, dtype: np.dtype) -> np.dtype:
 def refusal_of_logits(
     implementation: str, spec: HeadSpec, rows: int | None = None, several: bool = False
 ) -> str | None:
-    """Why an implementation cannot serve materialized logits, as the end of a sentence; None where it can.
+    """Why kernels for materialized logits cannot serve these, as the end of a sentence; None where they can.
 
     `rows` is their number, if known; with `several` each has several targets.
     """
-    backend = select.load(implementation)
-    if backend.materialized is None:
-        return "it has no kernels for materialized logits" if backend.capabilities.cuda_only else None
+    kernels = select.load(implementation).materialized
+    if kernels is None:
+        return None
     one_each = "its kernels read one index for each row, and index holds several; use 'xla'"
-    return one_each if several else backend.materialized.refusal(spec, rows)
+    return one_each if several else kernels.refusal(spec, rows)
 
 
 def _share_of_head(how: How, spec: HeadSpec, _: int, padded_share: HeadSpec | None) -> str | None:
@@ -165,7 +170,7 @@ def refusal_of_pair(implementation: str, heads: tuple[HeadSpec, HeadSpec], scrat
     """Why an implementation cannot serve a student's head and a teacher's, as the end of a sentence; None: it can."""
     backend = select.load(implementation)
     if backend.pairs is None:
-        return "it has no kernels for two heads" if backend.capabilities.cuda_only else None
+        return None
     if why := next(filter(None, map(backend.refusal, heads)), None):
         return why
     least = backend.pairs.minimum_scratch(heads)
@@ -201,8 +206,7 @@ WORK: dict[Task, Work] = {
     "top_k": Work(
         ("xla", "mosaic_gpu"),
         "has no top-k: use 'xla', or jax.lax.top_k of materialized logits",
-        # Rows are tempered after the kernels.
-        lambda name, spec, _: "it has no top-k" if name == "triton" else select.load(name).refusal(spec),
+        lambda name, spec, _: select.load(name).refusal(spec),  # rows are tempered after the kernels
     ),
     "pair": Work(
         ("triton", "xla", "reference"),
@@ -245,11 +249,14 @@ def decide(
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
     work = WORK[task]
-    if implementation in IMPLEMENTATIONS and implementation not in work.serving:
+    lacking = set(IMPLEMENTATIONS).difference(work.serving)
+    if implementation in lacking:
         raise ValueError(f"implementation={implementation!r} {work.otherwise}")
 
     def refusal(name: str) -> str | None:
-        if spec.scaled_entries and select.load(name).capabilities.cuda_only:
+        if name in lacking:
+            return f"it {work.otherwise}"
+        if spec.scaled_entries and select.for_cuda(name):
             return "its kernels know no scale for each vocabulary entry; use 'xla'"
         return (
             work.refusal(name, spec, rows) if teacher is None else refusal_of_pair(name, (spec, teacher), scratch_bytes)

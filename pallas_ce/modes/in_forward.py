@@ -95,7 +95,7 @@ def _statistics_and_sums(
     weight_sum = how.weight_sum(spec, weight_dtype, needs_grad, given=in_place)
     plan = how.block_sizes(spec, tokens, "in_forward", weight_sum)
     alone = plan.rows >= tokens
-    bits_shape = backend.weight_bits(spec, plan.rows) if weight_sum.narrow and not alone else None
+    bits_shape = None if alone else weight_sum.bits
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:
@@ -129,18 +129,15 @@ def _statistics_and_sums(
     # A block that is the only one rounds its sum at once.
     kept = kept_dtype(spec, weight_dtype)
     sum_dtype = kept if bits_shape or (alone and weight_sum.bytes) else wide
-    # Hidden's does, too, each row being written once, unless more is to be made of it first, or the backward of a
-    # `shard_map` adds up several devices' shares.
     kept_hidden = kept_dtype(spec, rows.batch.hidden.dtype) if how.shards is None else wide
-    hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
+    hidden_dtype = how.hidden_sum_dtype(spec, rows.batch.hidden.dtype, needs_grad, shards != Shards())
 
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
     # Where every row counts each is written once, and nothing need be there before; nor where a first block, which is
     # visited, replaces all of the weight's sum.
     by_row = lax.empty if rows.mask is None else jnp.zeros
-    replaced = alone or bits_shape is not None or not backend.capabilities.adds_in_place
-    covered = blocks.all_visited and plan.vocab_size == spec.weight_rows
-    of_weight = lax.empty if replaced and covered else jnp.zeros
+    replaced = lax.empty if alone or bits_shape is not None else backend.empty_sum
+    of_weight = replaced if blocks.all_visited and plan.vocab_size == spec.weight_rows else jnp.zeros
     empty = empty_statistics(call.names, rows.batch, head)
     init = NO_ARRAYS._replace(
         hidden=by_row(rows.batch.hidden.shape, hidden_dtype) if needs.hidden else None,

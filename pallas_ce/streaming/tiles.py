@@ -30,6 +30,20 @@ def equal_parts(total: int, parts: int, step: int) -> int:
     return total if parts == 1 else min(total, -(-total // parts // step) * step)
 
 
+def even_parts(total: int, parts: int, step: int) -> int:
+    """Likewise, but in whole steps only if a part is larger than one."""
+    return equal_parts(total, parts, step if total > parts * step else 1)
+
+
+def even_blocks(total: int, step: int, fits: Callable[[int], bool]) -> int:
+    """The size of the fewest nearly equal parts that fit, at least 1; see `even_parts`."""
+    size = total
+    while size > 1 and not fits(size):
+        most = (size - 1) // step * step or size - 1
+        size = even_parts(total, -(-total // most), step)
+    return size
+
+
 def shrink(
     rows: int, columns: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
 ) -> tuple[int, int]:

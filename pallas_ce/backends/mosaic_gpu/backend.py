@@ -103,7 +103,7 @@ class MosaicGpuBackend(KernelBackend):
         return plans.by_rows(spec, tokens, mode, scratch_bytes, spare_bytes)
 
     @override
-    def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
+    def weight_bits(self, spec: HeadSpec) -> tuple[int, int] | None:
         shape = spec.weight_rows, spec.hidden_size
         shape = shape if spec.vocab_axis == 0 else shape[::-1]
         return product_kernel.lower_shape(*shape) if spec.dtype == jnp.bfloat16 else None

@@ -7,6 +7,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, PARTIALS_BYTES, STEP, TALL, cost, rule
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
+from pallas_ce.streaming.tiles import even_blocks, even_parts
 
 # Scratch of the recompute mode at most; with more, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
@@ -45,24 +46,24 @@ def minimum(spec: HeadSpec, mode: Mode | None) -> int:
 def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int) -> Plan:
     """Plans the forward and in_forward: blocks of rows of nearly equal size, each over the whole vocabulary."""
 
-    def bytes_beside(rows: int, blocks: int, *, splits: bool = False) -> int:
+    def bytes_beside(rows: int, *, splits: bool = False) -> int:
+        blocks = -(-tokens // rows)
         total = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks, splits=splits)
         stash = spec.dtype.itemsize * math.prod(operands.stored_shape(rows, spec.vocab_size))
         return total - stash if mode == "in_forward" and blocks > 1 and stash <= spare_bytes else total
 
-    blocks = 1
-    while (rows := _even_rows(tokens, blocks)) > 1 and bytes_beside(rows, blocks) > scratch_bytes:
-        blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
-    if mode == "in_forward" and blocks > 1:
+    rows = even_blocks(tokens, _ROW_STEP, lambda rows: bytes_beside(rows) <= scratch_bytes)
+    if mode == "in_forward" and rows < tokens:
         # The time of a block beside its rows' products, in rows whose products take as long.
         fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
+        blocks = -(-tokens // rows)
         blocks = min(
             range(blocks, blocks + _MORE_BLOCKS),
-            key=lambda count: count * (operands.round_up(_even_rows(tokens, count), _FULL_ROWS) + fixed),
+            key=lambda count: count * (operands.round_up(even_parts(tokens, count, _ROW_STEP), _FULL_ROWS) + fixed),
         )
-        rows = _even_rows(tokens, blocks)
-    splits = bytes_beside(rows, blocks, splits=True) <= scratch_bytes
-    needed = bytes_beside(rows, blocks, splits=splits)
+        rows = even_parts(tokens, blocks, _ROW_STEP)
+    splits = bytes_beside(rows, splits=True) <= scratch_bytes
+    needed = bytes_beside(rows, splits=splits)
     if mode is None:
         needed += _partial_bytes(spec, rows) - _partial_bytes(spec, 1)
     return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), spec.vocab_size, skips_rows=True, splits=splits)
@@ -77,7 +78,7 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
     del sms
     budget, choices = min(scratch_bytes, _RECOMPUTE_BYTES), []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
-        rows = min(tokens, operands.round_up(_even_rows(tokens, blocks), _BLOCK_ROWS))
+        rows = min(tokens, operands.round_up(even_parts(tokens, blocks, _ROW_STEP), _BLOCK_ROWS))
         scratch = functools.partial(_scratch, spec, "recompute", rows, blocks=blocks)
         # All of the vocabulary, or the largest multiples of a step within the budget.
         most, widths = spec.vocab_size // COLUMN_STEP, [spec.vocab_size]
@@ -90,12 +91,6 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
     _, blocks, rows, columns = min(choices, default=least)
     taken = _scratch(spec, "recompute", rows, columns, blocks=blocks)
     return Plan(rows, columns, taken, spec.vocab_size, skips_rows=True)
-
-
-def _even_rows(tokens: int, blocks: int) -> int:
-    """Rows of `blocks` nearly equal blocks, in full tiles where there are that many rows."""
-    rows = -(-tokens // blocks)
-    return min(tokens, operands.round_up(rows, _ROW_STEP)) if rows > _ROW_STEP else rows
 
 
 def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int) -> float:

@@ -20,7 +20,7 @@ from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.gradient_products import TileStep
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Columns, equal_parts, shrink
+from pallas_ce.streaming.tiles import Columns, even_blocks, shrink
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -78,8 +78,7 @@ class TritonPairs(Pairs):
         columns, scratch = heads[0].vocab_size, functools.partial(_scratch_of_pair, heads, mode)
         if mode is not None:
             return _recompute_plan(heads[0], tokens, scratch_bytes, scratch, min(_STEP, columns))
-        fixed = scratch(0, columns)
-        rows = min(tokens, _down((scratch_bytes - fixed) // (scratch(1, columns) - fixed)))
+        rows = even_blocks(tokens, _STEP, lambda rows: scratch(rows, columns) <= scratch_bytes)
         return Plan(rows, columns, scratch(rows, columns), columns, skips_rows=True)
 
     def logits(
@@ -126,25 +125,23 @@ class TritonBackend(KernelBackend):
         """As many rows as fit, all of them best; all columns, except in the recompute mode."""
         columns = spec.vocab_size
         if mode == "recompute":
-            return _recompute_plan(spec, tokens, scratch_bytes)
+            return _recompute_plan(spec, tokens, scratch_bytes, functools.partial(_scratch, spec, mode))
         fixed = _scratch(spec, mode, 0, columns)
         of_row, scratch_bytes = _scratch(spec, mode, 1, columns) - fixed, scratch_bytes - fixed
-        rows = min(tokens, max(1, scratch_bytes // of_row))
+        most = min(tokens, max(1, scratch_bytes // of_row))
         if mode is None:  # each has two numbers of every tile and, with several blocks, its hidden states once more
             tile = configs.config_for(spec, binding.capability(), "forward")
             numbers = 2 * spec.accumulator.itemsize * -(-columns // tile.columns)
             if tokens * numbers > _FORWARD_BYTES:
-                most = _FORWARD_BYTES // (numbers + spec.dtype.itemsize * spec.hidden_size)
-                rows = min(rows, max(_ROWS_OF_FORWARD, most))
+                quick = _FORWARD_BYTES // (numbers + spec.dtype.itemsize * spec.hidden_size)
+                most = min(most, max(_ROWS_OF_FORWARD, quick))
         stash = spec.dtype.itemsize * columns if mode == "in_forward" else 0
-        if rows < tokens and stash:  # several blocks, whose stash may lie where the gradient will
+        if most < tokens and stash:  # several blocks, whose stash may lie where the gradient will
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
-            if spared >= _SPARED * rows:
-                rows, of_row = spared, of_row - stash
-        # The fewest blocks, about equal ones, in whole steps.
-        most, blocks = rows, -(-tokens // rows)
-        rows = equal_parts(tokens, blocks, _STEP)
-        rows = rows if rows <= most else _down(-(-tokens // blocks))
+            if spared >= _SPARED * most:
+                most, of_row = spared, of_row - stash
+        rows = even_blocks(tokens, _STEP, lambda rows: rows <= most)
+        rows = _STEP if rows < _STEP <= most else rows
         unaligned = mode == "in_forward" and spec.dtype.itemsize == 2 and columns % _ALIGNED
         slower = f"XLA multiplies stored rows fast where V is a multiple of {_ALIGNED}" if unaligned else None
         return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, slower=slower, skips_rows=mode is None)
@@ -182,14 +179,9 @@ def _device_refusal() -> str | None:
 
 
 def _recompute_plan(
-    spec: HeadSpec,
-    tokens: int,
-    scratch_bytes: int,
-    scratch: Callable[..., int] | None = None,
-    least_columns: int = 1,
+    spec: HeadSpec, tokens: int, scratch_bytes: int, scratch: Callable[..., int], least_columns: int = 1
 ) -> Plan:
     """All rows if that leaves columns enough, in parts of nearly equal size."""
-    scratch = scratch or functools.partial(_scratch, spec, "recompute")
     whole = functools.partial(scratch, tokens, several=False)
     most = min(spec.vocab_size, _RECOMPUTE_COLUMNS)
     fitting = min(most, _STEP * (scratch_bytes - whole(0)) // (whole(_STEP) - whole(0)))
@@ -216,12 +208,7 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
         parts = -(-spec.vocab_size // columns)
         return parts * (-(-row_blocks * -(-columns // tile.columns) // at_once) + _ROUNDS_OF_A_PART), columns
 
-    return min(range(_down(most), most // 2, -_STEP), key=cost, default=_down(most))
-
-
-def _down(count: int) -> int:
-    """At most `count`, at least 1, and a multiple of the step where there are that many."""
-    return max(1, count // _STEP * _STEP or count)
+    return min(range(most // _STEP * _STEP, most // 2, -_STEP), key=cost, default=most)
 
 
 def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, several: bool = True) -> int:

@@ -10,15 +10,17 @@ import functools
 import operator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
+from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, fields_of, merge, partial_of_tile, without_columns
+from pallas_ce.streaming.budget import default_bytes
 from pallas_ce.streaming.gradient_products import BY_COLUMN, BY_ROW, Arrays, TileStep, WeightGradient, put_in_sums
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
@@ -36,8 +38,6 @@ class XlaBackend(Backend):
     def __init__(self, platform: str = "cpu"):
         self._tiling = tiling.preferred(platform)
         self._gpu = platform not in ("cpu", "tpu")
-        large = not self._tiling.cached
-        self.capabilities = Capabilities(large_blocks=large, wide_stash=large, adds_in_place=True)
 
     def on(self, platform: str | None) -> "XlaBackend":
         """With that platform's block sizes."""
@@ -45,7 +45,15 @@ class XlaBackend(Backend):
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
-        return tiling.stash(spec, mode, 1, 1) + tiling.scratch(spec, mode, 1, 1)
+        return tiling.scratch(spec, mode, tiling.preferred("cpu"), 1, 0, 1, 1)
+
+    def default_scratch(self, spec: HeadSpec, mode: Mode | None, *, alone: bool = False) -> tuple[int, int]:
+        """In_forward's stash is float32; a single block's takes what all logits do, and tiles are beside it."""
+        default, by_logit = default_bytes(spec.vocab_size), spec.accumulator.itemsize
+        if self._tiling.cached:
+            return 0 if alone else default, by_logit
+        wide = spec.dtype.itemsize > 2 or (mode == "in_forward" and not alone)
+        return (1 + wide) * default, (1 + alone) * by_logit
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
         """Blocks and tiles of the size that the platform prefers, as far as they fit."""
@@ -53,13 +61,7 @@ class XlaBackend(Backend):
         if mode == "in_forward" and preferred.cached:
             # A quarter of the tokens: a quarter of the logits' memory, and few passes over the weight's gradient.
             preferred = preferred._replace(rows=min(preferred.rows, max(_FEW_ROWS, -(-tokens // 4))))
-
-        def scratch(rows: int, columns: int) -> int:
-            stash = tiling.stash(spec, mode, rows, columns)
-            alone = rows >= tokens
-            beside = 0 if preferred.in_place and not alone and stash <= spare_bytes else stash
-            return beside + tiling.scratch(spec, mode, rows, columns, tiling=preferred, alone=alone)
-
+        scratch = functools.partial(tiling.scratch, spec, mode, preferred, tokens, spare_bytes)
         plan = tiling.tiled_plan(preferred, spec.vocab_size, tokens, scratch, scratch_bytes)
         # Products of float32 take four times as long, or longer.
         worth_adding = preferred.worth_adding // (4 if spec.dtype.itemsize > 2 else 1)
@@ -67,6 +69,10 @@ class XlaBackend(Backend):
             slower = f"the scratch budget holds {plan.rows} rows of logits: to add so few rows' share of the weight's "
             plan = plan._replace(slower=slower + "gradient to the others' takes longer than to make the logits again")
         return plan
+
+    def empty_sum(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """Every block's products are added where the sum lies, the first one's too: no choice stands between."""
+        return jnp.zeros(shape, dtype)
 
     def _head(self, head: Head) -> Head:
         return head.on_gpu() if self._gpu else head

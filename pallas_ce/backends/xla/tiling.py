@@ -112,20 +112,21 @@ def stash(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
     return spec.accumulator.itemsize * rows * kept if mode == "in_forward" else 0
 
 
-def scratch(
-    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, tiling: Tiling = _CPU, alone: bool = False
-) -> int:
-    """Bytes of one block of `rows` and tiles of `columns`, beside the stash; `alone`: of the only block.
+def scratch(spec: HeadSpec, mode: Mode | None, tiling: Tiling, tokens: int, spare: int, rows: int, columns: int) -> int:
+    """Bytes of a block of `rows` among `tokens` and of tiles of `columns`; `spare` as in `Backend.plan`.
 
     A tile lives as logits, as their exponentials or dlogits, and as the products' operand.
     """
-    wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
+    wide, narrow, alone = spec.accumulator.itemsize, spec.dtype.itemsize, rows >= tokens
+    kept = stash(spec, mode, rows, columns)
+    if tiling.in_place and not alone and kept <= spare:
+        kept = 0
     if tiling.cached:
-        return tiles_bytes((spec,), 2 * wide + narrow, mode, rows, columns)
+        return kept + tiles_bytes((spec,), 2 * wide + narrow, mode, rows, columns)
     # Elementwise work is fused with its readers. In_forward's logits are the stash's.
     entry = {None: wide, "recompute": wide + narrow, "in_forward": narrow + (0 if tiling.in_place else wide)}[mode]
     # A block's hidden states and their gradient, and a tile of the weight. The weight's gradient is added up in place,
     # except where a share is rounded first.
     of_rows = narrow + (wide if mode == "in_forward" else 0)
     of_columns = narrow + (wide if mode == "recompute" or (mode == "in_forward" and alone) else 0)
-    return entry * rows * columns + (of_rows * rows + of_columns * columns) * spec.width
+    return kept + entry * rows * columns + (of_rows * rows + of_columns * columns) * spec.width

@@ -6,7 +6,6 @@ tile's leave the registers while its exponentials are summed. A tournament (`str
 bytes of maxima, and 128·k bytes of logits are read again.
 """
 
-import bisect
 import dataclasses
 import functools
 import math
@@ -28,6 +27,7 @@ from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming import selection
 from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.selection import Largest
+from pallas_ce.streaming.tiles import even_blocks
 
 # Columns of a group: 128 bytes, one memory transaction. A tile's width is a multiple.
 GROUP = 32
@@ -115,12 +115,7 @@ class StoredBlocks:
             ValueError: the budget cannot hold one row.
         """
         limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
-        most = bisect.bisect_right(range(1, tokens + 1), limit, key=self._scratch)
-        if _ROW_STEP < most < tokens:
-            most -= most % _ROW_STEP
-        rows = -(-tokens // -(-tokens // most))  # of nearly equal blocks
-        if rows > _ROW_STEP:
-            rows = min(tokens, operands.round_up(rows, _ROW_STEP))
+        rows = even_blocks(tokens, _ROW_STEP, lambda rows: self._scratch(rows) <= limit)
         return Plan(rows, self.spec.vocab_size, self._scratch(rows), self.spec.vocab_size)
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
