@@ -18,7 +18,7 @@ from experiments.bench.processes import apart
 
 MEASURING = (
     *("gpu_head", "gpu_losses", "gpu_scaling", "cpu_head", "paper_table", "peers"),
-    *("torch_gpu", "selective_log_softmax", "pipeline_memory", "huggingface_table", "train_speed", "training_evidence"),
+    *("torch_gpu", "pipeline_memory", "huggingface_table", "train_speed", "training_evidence"),
 )
 PAGES = {"gpu_report": report.write, "site": report.write_site}
 OF_FILES = {**PAGES, "check": check.run}

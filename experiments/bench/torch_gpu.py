@@ -197,6 +197,8 @@ def stored_losses(shape: tuple[int, int, int], device: str, rounds: int) -> Reco
         "selective": lambda logits, labels: torch_bridge.selective_log_softmax(logits, labels).mean(),
         "torch selective": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels[:, None]).mean(),
     }
+    if device == "cuda":
+        losses["torch.compile selective"] = torch.compile(losses["torch selective"], dynamic=False)
     runs: dict[str, Callable[[], Any]] = {COPY: copied}
     runs |= {name: functools.partial(differentiated, loss) for name, loss in losses.items()}
     peaks = {name: peak_bytes(run) / 2**20 for name, run in runs.items() if name != COPY and device == "cuda"}

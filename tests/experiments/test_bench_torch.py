@@ -23,7 +23,6 @@ def given() -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize(
     ("name", "words", "points", "programs"),
     [
-        ("selective_log_softmax", [], 4, {"naive", "take1", "take2", "ablation1", "ours"}),
         pytest.param("peers", ["--peers", "torch, bfloat16 logits", "quack"], 1,
                      {"forward", "in_forward", "torch, bfloat16 logits", "bare"}, marks=pytest.mark.slow),
         pytest.param("torch_gpu", [], 14, {"bridge", "native", "torch", "kept", "in place"}, marks=LATER),
