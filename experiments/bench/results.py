@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -21,7 +22,7 @@ FOLDER = Path(__file__).parents[1] / "results"
 DRY = "dry_run"
 
 # What points of one file must share to be compared.
-_SAME = ("device", "jax", "torch", "clock", "rounds", "calls", "implementation", DRY)
+_SAME = ("device", "power_limit", "jax", "torch", "clock", "rounds", "calls", "implementation", DRY)
 
 Record = dict[str, Any]
 
@@ -55,6 +56,7 @@ def describe() -> Record:
 
     return {
         "device": jax.devices()[0].device_kind,
+        **({} if jax.default_backend() == "cpu" else power_limit()),
         "processors": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
@@ -62,6 +64,16 @@ def describe() -> Record:
         "jaxlib": metadata.version("jaxlib"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def power_limit() -> dict[str, str]:
+    """What NVIDIA's driver lets the GPUs take, each figure once, as "700.00 W"; empty where nothing tells."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"power_limit": ", ".join(dict.fromkeys(map(str.strip, lines)))}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
