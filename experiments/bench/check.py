@@ -1,7 +1,6 @@
 """Whether the head has become slower on a GPU, or takes more memory, than result files of its model say."""
 
 import argparse
-import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,11 @@ from experiments.bench.gpu_head import HEADS, passes
 from experiments.bench.programs import THREE
 from experiments.bench.sections import Case
 from experiments.bench.tables import COLUMNS, table
-from experiments.bench.timing import ratios
+from experiments.bench.timing import Rounds, half_width, ratios
 
 ROUNDS = 40
 TOLERANCE = 0.04
-HALF_WIDTH = 0.015  # of the interval of a mean ratio: two standard errors, over the mean
+HALF_WIDTH = 0.015  # of a mean ratio, as a share of it
 
 # By the result file that has the point.
 CASES = {
@@ -32,7 +31,7 @@ def run(folder: Path) -> int:
     where temporary memory has grown by more than a MiB. On a CPU it takes a dry run's files.
     """
     device = results.describe()["device"]
-    options = argparse.Namespace(rounds=ROUNDS, dry_run=device == "cpu")
+    options = argparse.Namespace(rounds=Rounds(ROUNDS), dry_run=device == "cpu")
     found, rows = results.load(folder), list[dict[str, Any]]()
     for name, case in CASES.items():
         document = found.get(name, {"machine": {}})
@@ -55,14 +54,14 @@ def compared(point: str, now: results.Record, before: results.Record) -> Iterato
     for program in (x for x in now["results"] if x in before["results"] and x not in THREE):
         found, known = (ratios(record["results"], program) for record in (now, before))
         ratio, old = statistics.fmean(found), statistics.fmean(known)
-        half_width = 2 * statistics.stdev(found) / math.sqrt(len(found))
+        known_to = half_width(found)
         mib, mib_before = (record["results"][program]["temporary_mib"] for record in (now, before))
         faults = {
-            "too unsteady to be judged, which takes a GPU without other work": half_width >= HALF_WIDTH * ratio,
+            "too unsteady to be judged, which takes a GPU without other work": known_to >= HALF_WIDTH,
             "slower": ratio > (1 + TOLERANCE) * old,
             "more memory": mib > mib_before + 1,
         }
         verdict = ", ".join(words for words, is_so in faults.items() if is_so)
         fine = "faster" if ratio < (1 - TOLERANCE) * old else "as before"
-        row = {"ratio": ratio, "half_width": half_width, "before": old, "mib": mib, "mib_before": mib_before}
+        row = {"ratio": ratio, "half_width": known_to * ratio, "before": old, "mib": mib, "mib_before": mib_before}
         yield {"point": point, "program": program, **row, "verdict": verdict or fine, "worse": bool(verdict)}

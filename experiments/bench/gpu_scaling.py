@@ -30,7 +30,7 @@ from experiments.bench import programs
 from experiments.bench.programs import Program, Shape, bare, both, ours
 from experiments.bench.results import Point, Record, ResultFile
 from experiments.bench.sections import sized
-from experiments.bench.timing import in_turn, of_series
+from experiments.bench.timing import Rounds, in_turn, of_series
 
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -74,7 +74,7 @@ LOSSES: dict[str, Program] = {mode: ours(None, backward=mode) for mode in ("in_f
 LOSSES["canonical"] = canonical
 
 
-def measure(gpus: int, shape: Shape, rounds: int) -> Record:
+def measure(gpus: int, shape: Shape, rounds: Rounds) -> Record:
     """All layouts on that number of GPUs: of each loss its median milliseconds, all samples, and memory of one GPU."""
     n, v, h = shape
     compiled: dict[tuple[str, str], Any] = {}

@@ -148,7 +148,7 @@ def of_ours(given: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
     return {name: functools.partial(run.lower(*arrays).compile(), *arrays) for name, run in programs.items()}
 
 
-def measure(shape: Shape, peers: list[Peer], rounds: int, device: str) -> Record:
+def measure(shape: Shape, peers: list[Peer], rounds: timing.Rounds, device: str) -> Record:
     """Each peer's forward and forward+backward at one shape, ours and the bare products, in turn.
 
     `peak_mib` is above the inputs; `left_out` says of every peer that has no results why.

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import math
 import os
 import platform
 import subprocess
@@ -22,7 +21,7 @@ FOLDER = Path(__file__).parents[1] / "results"
 DRY = "dry_run"
 
 # What points of one file must share to be compared.
-_SAME = ("device", "power_limit", "jax", "torch", "clock", "rounds", "calls", "implementation", DRY)
+_SAME = ("device", "power_limit", "jax", "torch", "clock", "rounds", "half_width", "calls", "implementation", DRY)
 
 Record = dict[str, Any]
 
@@ -109,14 +108,13 @@ def load(folder: Path) -> dict[str, Record]:
 def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -> None:
     """Measures the points that the files lack, prints each and writes it.
 
-    With `options.minutes` a point is only begun if one as long as the longest so far would end in time.
+    A point is only begun if one as long as the longest so far would end before `options.rounds.end`.
 
     Raises:
         ResultError: a file is of another device or version.
         ExceptionGroup: of the points that failed, when all others are measured and written.
     """
     start = time.monotonic()
-    end = math.inf if options.minutes is None else start + 60 * options.minutes
     longest, left = 0.0, 0
     failed: list[Exception] = []
     for file in files:
@@ -129,7 +127,7 @@ def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -
             if name in document["points"]:
                 continue
             began = time.monotonic()
-            if began + longest >= end:
+            if began + longest >= options.rounds.end:
                 left += 1
                 continue
             try:

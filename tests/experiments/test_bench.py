@@ -1,6 +1,7 @@
 """Every command that measures runs at small sizes on a CPU, and programs are timed as they should be."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from experiments.bench.paper_table import TABLE
 from experiments.bench.processes import apart
 
 
-def traced(programs: dict[str, Any], arguments: Any, rounds: int, *_: Any) -> dict[str, Any]:
+def traced(programs: dict[str, Any], arguments: Any, rounds: timing.Rounds, *_: Any) -> dict[str, Any]:
     """In place of a measurement: traces every program, which fails where one is wrong."""
     for name, program in programs.items():
         jax.eval_shape(program, *arguments[name])
-    return {name: {"ms": 1.0, "samples": [1.0] * rounds, "temporary_mib": 0.0} for name in programs}
+    return {name: {"ms": 1.0, "samples": [1.0] * rounds.least, "temporary_mib": 0.0} for name in programs}
 
 
 def dry_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
@@ -171,17 +172,36 @@ def test_rounds_go_in_either_direction_and_the_first_is_not_counted() -> None:
         order.append(run)
         return float(len(order))
 
-    found = timing.in_turn({"a": 0, "b": 1, "c": 2}, milliseconds, 2)
+    found = timing.in_turn({"a": 0, "b": 1, "c": 2}, milliseconds, timing.Rounds(2))
     assert order == [0, 1, 2, 2, 1, 0, 2, 0, 1]
-    assert found["a"] == {"ms": 7.0, "samples": [6.0, 8.0]}
+    assert found["a"] == {"ms": 7.0, "samples": [6.0, 8.0], "half_width": pytest.approx(2 / 7)}
+
+
+@pytest.mark.parametrize(("minutes", "rounds"), [(10, 24), (0.1, 5), (0.01, 3)])
+def test_rounds_go_on_until_every_mean_is_known_or_time_is_up(
+    minutes: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program takes a second each time; the other 1 or 1.1 in turn, whose mean 24 rounds tell to two per cent."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    unsteady = itertools.cycle([1.0, 1.1])
+
+    def milliseconds(run: str) -> float:
+        now[0] += 0.5
+        return next(unsteady) if run == "unsteady" else 1.0
+
+    found = timing.in_turn({"a": "steady", "b": "unsteady"}, milliseconds, timing.Rounds(3, 0.02, 60 * minutes))
+    assert len(found["b"]["samples"]) == rounds
+    assert (found["b"]["half_width"] <= 0.02) == (rounds == 24)
 
 
 def test_ratios_are_to_the_bare_product_or_to_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "back_to_back", lambda *_: 1.0)
-    found = timing.measure((16, 32, 16), {"forward": lambda h, w, _: h @ w.T, "x": lambda h, w, _: h @ w.T}, 1)
+    once = timing.Rounds(1)
+    found = timing.measure((16, 32, 16), {"forward": lambda h, w, _: h @ w.T, "x": lambda h, w, _: h @ w.T}, once)
     assert [found["results"][name]["ratio"] for name in ("forward", "x")] == [1.0, pytest.approx(1 / 3)]
     programs = {"vast": lambda h, w, _: jax.numpy.zeros(2**50, "int8") + h[0, 0].astype("int8")}
-    assert "RESOURCE_EXHAUSTED" in timing.measure((16, 32, 16), programs, 1)["left_out"]["vast"]
+    assert "RESOURCE_EXHAUSTED" in timing.measure((16, 32, 16), programs, once)["left_out"]["vast"]
 
 
 def test_a_host_that_is_held_up_in_the_short_series_does_not_shorten_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

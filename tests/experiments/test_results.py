@@ -13,6 +13,7 @@ import pytest
 from experiments import files
 from experiments.bench import results
 from experiments.bench.results import FOLDER, Point, ResultError, ResultFile, read, run
+from experiments.bench.timing import Rounds
 
 MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
 RECORD = {"n": 1, "v": 2, "results": {"forward": {"ms": 1.0}}}
@@ -21,7 +22,7 @@ RECORD = {"n": 1, "v": 2, "results": {"forward": {"ms": 1.0}}}
 def measured(folder: Path, points: Any, machine: dict[str, Any] = MACHINE, **options: Any) -> None:
     """Runs a command whose points are measured by these functions, or have these records."""
     made = [Point(name, found if callable(found) else lambda found=found: found) for name, found in points.items()]
-    given = argparse.Namespace(**{"out": folder, "again": False, "minutes": None} | options)
+    given = argparse.Namespace(**{"out": folder, "again": False, "rounds": Rounds(1)} | options)
     run([ResultFile("grid", made, "gpu_head grid")], machine, given)
 
 
@@ -57,7 +58,7 @@ def test_no_point_is_begun_that_would_end_too_late(
         return RECORD
 
     monkeypatch.setattr(results.time, "monotonic", lambda: clock[0])
-    measured(tmp_path, dict.fromkeys("abcdef", measure), minutes=35 / 60)
+    measured(tmp_path, dict.fromkeys("abcdef", measure), rounds=Rounds(1, end=35.0))
     assert points_of(tmp_path) == ["a", "b", "c"]
     assert "time is up with 3 points left" in capsys.readouterr().out
 
