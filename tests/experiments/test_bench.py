@@ -68,12 +68,14 @@ def test_every_program_of_a_command_can_be_timed(
 def test_several_devices_are_measured_in_every_layout(tmp_path: Path) -> None:
     words = ["gpu_scaling", "--dry-run", "--rounds", "1", "--out", str(tmp_path)]
     assert apart(main, words, XLA_FLAGS="--xla_force_host_platform_device_count=2") == 0
-    (point,) = json.loads((tmp_path / "gpu_scaling_2.json").read_text())["points"].values()
-    found = point["results"]
-    assert len(found) == 6 * 3
-    one, tensor, data = (found[f"{layout}, recompute"]["ms"] for layout in ("one", "tensor", "data"))
-    assert found["tensor, recompute"]["efficiency"] == pytest.approx(one / (2 * tensor))
-    assert found["data, recompute"]["efficiency"] == pytest.approx(one / data)
+    points = json.loads((tmp_path / "gpu_scaling_2.json").read_text())["points"]
+    assert list(points) == ["tensor", "sequence", "data", "fsdp", "apart"]
+    for name, gpus in (("tensor", 2), ("data", 1)):
+        found = points[name]["results"]
+        assert len(found) == 2 * 3
+        one, split = (found[f"{layout}, recompute"]["ms"] for layout in ("one", name))
+        assert found[f"{name}, recompute"]["efficiency"] == pytest.approx(one / (gpus * split))
+    assert points["sequence"]["results"]["sequence, recompute"]["to_tensor"] > 0
 
 
 @pytest.fixture
