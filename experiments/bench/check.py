@@ -17,7 +17,7 @@ ROUNDS = 40
 TOLERANCE = 0.04
 HALF_WIDTH = 0.015  # of a mean ratio, as a share of it
 
-# By the result file that has the point.
+# By the result file that has the point, and how names of others begin that have it, too.
 CASES = {
     "gpu_head_grid": Case("8192x131072", (8192, 131072, 4096), passes),
     "gpu_head_heads": Case("Qwen3 1.7B", HEADS["Qwen3 1.7B"], passes),
@@ -28,16 +28,26 @@ def run(folder: Path) -> int:
     """Times the forward and both backward modes at two points, beside result files of the same GPU model.
 
     Prints a table, and returns 1 where a ratio to the bare products is 4 % above the files' or not known to 1.5 %, or
-    where temporary memory has grown by more than a MiB. On a CPU it takes a dry run's files.
+    where temporary memory has grown by more than a MiB. On a CPU it takes a dry run's files. Files of this
+    jax come first; a verdict beside another's names both versions, since XLA's products may differ.
     """
-    device = results.describe()["device"]
+    machine = results.describe()
+    device, jax = machine["device"], machine["jax"]
     options = argparse.Namespace(rounds=Rounds(ROUNDS), dry_run=device == "cpu")
     found, rows = results.load(folder), list[dict[str, Any]]()
     for name, case in CASES.items():
-        document = found.get(name, {"machine": {}})
-        if document["machine"].get("device") == device and case.name in document["points"]:
+        known = [
+            document
+            for file, document in found.items()
+            if file.startswith(name) and document["machine"]["device"] == device and case.name in document["points"]
+        ]
+        if known:
+            before = max(known, key=lambda document: document["machine"]["jax"] == jax)
+            theirs = before["machine"]["jax"]
+            note = "" if theirs == jax else f" (with jax {jax}, before with {theirs})"
             (point,) = sections.points([case], options)
-            rows += compared(case.name, point.measure(), document["points"][case.name])
+            judged = compared(case.name, point.measure(), before["points"][case.name])
+            rows += ({**row, "verdict": row["verdict"] + note} for row in judged)
     if not rows:
         print(f"bench-check is skipped: {folder} has no results of what this machine computes on, {device}")
         return 0

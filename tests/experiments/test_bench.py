@@ -147,6 +147,8 @@ def test_what_is_checked_has_been_measured() -> None:
         ({"ms": 1.05, "mib": 65.5}, 1, "slower, more memory"),
         ({"jitter": 0.2}, 1, "too unsteady to be judged"),
         ({"device": "NVIDIA H100"}, 0, "skipped"),
+        ({"jax": "0.12.0", "ms": 1.05}, 1, "slower (with jax 0.12.0, before with 0.11.2)"),
+        ({"jax": "0.12.1", "ms": 1.05}, 0, "| forward | 1.050 ± 0.007 | 1.050 | 64.00 | 64.00 | as before |"),
     ],
 )
 def test_the_head_is_compared_with_result_files_of_the_same_gpu(
@@ -157,11 +159,13 @@ def test_the_head_is_compared_with_result_files_of_the_same_gpu(
         taken = {"samples": [10.0 * ms * (1 + jitter * (-1) ** i) for i in range(10)], "temporary_mib": mib}
         return {"results": dict.fromkeys(timing.THREE, steady) | {"forward": taken}, "left_out": {}}
 
-    machine = {"device": "NVIDIA H200"}
+    here = {"device": now.pop("device", "NVIDIA H200"), "jax": now.pop("jax", "0.11.2")}
     for name, case in check.CASES.items():
-        document = {"command": "", "machine": machine, "points": {case.name: record()}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    monkeypatch.setattr(results, "describe", lambda: {"device": now.pop("device", "NVIDIA H200")})
+        for suffix, jax_version, ms in (("", "0.11.2", 1.0), ("_newer", "0.12.1", 1.05)):
+            machine = {"device": "NVIDIA H200", "jax": jax_version}
+            document = {"command": "", "machine": machine, "points": {case.name: record(ms)}}
+            (tmp_path / f"{name}{suffix}.json").write_text(json.dumps(document))
+    monkeypatch.setattr(results, "describe", lambda: here)
     monkeypatch.setattr(timing, "measure", lambda *_: record(**now))
     assert main(["check", "--folder", str(tmp_path)]) == status
     assert said in capsys.readouterr().out
