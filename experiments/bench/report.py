@@ -25,8 +25,8 @@ _OURS = {
 }
 _PEERS = dict.fromkeys(
     (
-        *("torch, bfloat16 logits", "torch.compile", "CCE", "CCE, exact gradients", "Liger", "Liger, C 16"),
-        *("Liger CuTe, stored logits", "Liger CuTe, streamed", "quack"),
+        *("torch, bfloat16 logits", "torch.compile", "torch, chunked", "CCE", "CCE, exact gradients"),
+        *("Liger", "Liger, C 16", "Liger CuTe, stored logits", "Liger CuTe, streamed", "quack"),
     )
 )
 
@@ -135,7 +135,7 @@ def performance_page(documents: Documents) -> str:
     time, memory = lines(documents)
     pipeline, models = documents["pipeline_memory"]["machine"], documents["huggingface_table"]
     runs = [{**document, "facts": machine_line(document).partition(": ")[2]} for document in documents.values()]
-    spans = {name: (min(line.values()), max(line.values())) for name, line in time.items()}
+    spans = {name: (min(time[name].values()), max(time[name].values())) for name in _OURS}
     parts = [
         _MADE,
         "Loss and gradients take `in_forward` {:.2f} to {:.2f} times as long as three bare products of the same sizes, "
@@ -234,5 +234,5 @@ def rival_panels(documents: Documents) -> list[Panel]:
 
 def _by_vocabulary(found: dict[str, Line], form: str) -> str:
     sizes = sorted({v for line in found.values() for v in line})
-    rows: list[dict[Any, Any]] = [{"name": name, **line} for name, line in found.items()]
+    rows: list[dict[Any, Any]] = [{"name": name, **line} for name, line in found.items() if line]
     return table(rows, {"": "{name}", **{str(v): entry(v, form) for v in sizes}})
