@@ -21,7 +21,7 @@ from experiments.bench.timing import Rounds
 
 MEASURING = (
     *("gpu_head", "gpu_losses", "gpu_scaling", "cpu_head", "paper_table", "peers"),
-    *("torch_gpu", "pipeline_memory", "huggingface_table", "train_speed", "training_evidence"),
+    *("torch_gpu", "huggingface_table", "train_speed", "training_evidence"),
 )
 PAGES = {"gpu_report": report.write, "site": report.write_site}
 OF_FILES = {**PAGES, "check": check.run}

@@ -133,7 +133,7 @@ def devices_line(documents: Documents) -> str:
 def performance_page(documents: Documents) -> str:
     """The tables of the performance page."""
     time, memory = lines(documents)
-    pipeline, models = documents["pipeline_memory"]["machine"], documents["huggingface_table"]
+    models = documents["huggingface_table"]
     runs = [{**document, "facts": machine_line(document).partition(": ")[2]} for document in documents.values()]
     spans = {name: (min(time[name].values()), max(time[name].values())) for name in _OURS}
     parts = [
@@ -153,10 +153,6 @@ def performance_page(documents: Documents) -> str:
         section("huggingface_table", models),
         *left_out(models),
         *(f"{name}: {p['mib']:.0f} MiB by the driver's count." for name, p in models["points"].items() if "mib" in p),
-        "## Microbatches in flight",
-        "PyTorch: a head with {in_flight} microbatches in flight, each of {tokens} rows, width {width}, vocabulary "
-        "{vocabulary}.".format(**pipeline),
-        section("pipeline_memory", documents["pipeline_memory"]),
         "## On a CPU",
         "2048 rows, width 512, vocabulary 32768, float32; canonical is stored logits.",
         section("cpu_head", documents["cpu_head"]),

@@ -26,7 +26,6 @@ def given() -> tuple[Any, Any, Any]:
         pytest.param("peers", ["--peers", "torch, bfloat16 logits", "quack"], 1,
                      {"forward", "in_forward", "torch, bfloat16 logits", "bare"}, marks=pytest.mark.slow),
         pytest.param("torch_gpu", [], 14, {"bridge", "native", "torch", "kept", "in place"}, marks=LATER),
-        pytest.param("pipeline_memory", [], 3, {"logits", "chunked", "fused"}, marks=LATER),
         pytest.param("huggingface_table", [], 2, {"plain", "fused", "fused, lean"}, marks=LATER),
     ],
 )  # fmt: skip

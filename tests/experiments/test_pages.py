@@ -31,4 +31,4 @@ def test_pages_name_the_results_that_they_lack(tmp_path: Path, capsys: pytest.Ca
     assert "holds no results" in capsys.readouterr().err
     (tmp_path / "cpu_head.json").write_text((FOLDER / "cpu_head.json").read_text())
     assert main(["site", "--folder", str(tmp_path)]) == 2
-    assert f"{tmp_path} has no pipeline_memory.json" in capsys.readouterr().err
+    assert f"{tmp_path} has no huggingface_table.json" in capsys.readouterr().err
