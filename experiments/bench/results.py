@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -21,7 +22,19 @@ FOLDER = Path(__file__).parents[1] / "results"
 DRY = "dry_run"
 
 # What points of one file must share to be compared.
-_SAME = ("device", "power_limit", "jax", "torch", "clock", "rounds", "half_width", "calls", "implementation", DRY)
+_SAME = (
+    "device",
+    "power_limit",
+    "kernels",
+    "jax",
+    "torch",
+    "clock",
+    "rounds",
+    "half_width",
+    "calls",
+    "implementation",
+    DRY,
+)
 
 Record = dict[str, Any]
 
@@ -50,12 +63,12 @@ class ResultFile(NamedTuple):
 
 
 def describe() -> Record:
-    """Device, processor count, versions and date: what a result file says about where it was made."""
+    """Device, its kernels, processor count, versions and date: what a result file says about where it was made."""
     import jax
 
     return {
         "device": jax.devices()[0].device_kind,
-        **({} if jax.default_backend() == "cpu" else power_limit()),
+        **({} if jax.default_backend() == "cpu" else power_limit() | {"kernels": kernels()}),
         "processors": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
@@ -73,6 +86,12 @@ def power_limit() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"power_limit": ", ".join(dict.fromkeys(map(str.strip, lines)))}
+
+
+def kernels() -> str:
+    """The digest of the kernels, made in a process of its own, which leaves nothing traced and needs no GPU."""
+    command, environment = [sys.executable, "-m", "tools.kernels_digest"], os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.check_output(command, cwd=FOLDER.parents[1], env=environment, text=True).strip()
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
