@@ -63,7 +63,7 @@ pytest: $(VENV)/.dev  ## run the tests and doctests on the CPU (ARGS="-k name" t
 wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 	@$(PY) tools/check_wheel.py dist
 
-release: wheel  ## build what a release publishes, where tag, version and changelog agree (TAG=v0.2.0)
+release: wheel  ## build what a release publishes, where tag, version, changelog and results agree (TAG=v0.2.0)
 	@$(PY) tools/check_release.py dist
 
 # Of Triton's table, an architecture times a kind of call, a fifth: each kind on several architectures.

@@ -1,4 +1,4 @@
-"""Builds what a release publishes, after checking that tag, version and changelog agree.
+"""Builds what a release publishes, after checking that tag, version and changelog agree, and pages with the kernels.
 
 usage: TAG=v0.2.0 python tools/check_release.py DIRECTORY        (where the wheel is; the sdist goes there)
 """
@@ -8,7 +8,11 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 from check_wheel import build
+from kernels_digest import outdated
+
+from experiments.bench import results
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,12 +29,20 @@ def disagreement(tag: str, version: str, changelog: str) -> str | None:
 
 
 def main() -> None:
-    """Exits with the reason where tag, version and changelog disagree; else builds the source distribution."""
+    """Exits with the reason where tag, version and changelog disagree, or a page quotes results of other kernels.
+
+    Else it builds the source distribution.
+    """
     directory = Path(sys.argv[1]).resolve()
     (wheel,) = directory.glob("pallas_ce-*.whl")
     changelog = (ROOT / "CHANGELOG.md").read_text()
     if reason := disagreement(os.environ.get("TAG", ""), wheel.name.split("-")[1], changelog):
         sys.exit(reason)
+    documents = results.load(results.FOLDER)  # all of them: the report quotes each
+    if reasons := list(outdated(documents)):
+        sys.exit("\n".join([*reasons, "measure these files again, since pages quote them"]))
+    others = [name for name, document in documents.items() if document["machine"]["jax"] != jax.__version__]
+    print("measured with another jax, whose kernels are not compared:", ", ".join(others) or "none")
     build("sdist", directory)
     print(*sorted(path.name for path in directory.glob("pallas_ce-*")), sep="\n")
 

@@ -8,17 +8,20 @@ tells whether the head is worse on this GPU than the files say.
 
 import argparse
 import importlib
+import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from experiments.bench import check, report, results, sections
 from experiments.bench.processes import apart
+from experiments.bench.timing import Rounds
 
 MEASURING = (
     *("gpu_head", "gpu_losses", "gpu_scaling", "cpu_head", "paper_table", "peers"),
-    *("torch_gpu", "selective_log_softmax", "pipeline_memory", "huggingface_table", "train_speed", "training_evidence"),
+    *("torch_gpu", "huggingface_table", "train_speed", "training_evidence"),
 )
 PAGES = {"gpu_report": report.write, "site": report.write_site}
 OF_FILES = {**PAGES, "check": check.run}
@@ -74,8 +77,12 @@ def _measure(name: str, words: Sequence[str]) -> int:
     if options.dry_run:
         print("DRY RUN: sizes are shrunk; these are not the published measurements", file=sys.stderr)
         machine |= {results.DRY: True}
+    machine["rounds"] = options.rounds
+    if options.half_width < math.inf:
+        machine["half_width"] = options.half_width
+    options.rounds = Rounds(options.rounds, options.half_width, time.monotonic() + 60 * options.minutes)
     files = module.files(options) if hasattr(module, "files") else sections.files(name, module.SECTIONS, options)
-    results.run(files, machine | {"rounds": options.rounds}, options)
+    results.run(files, machine, options)
     return 0
 
 
@@ -84,7 +91,8 @@ def _options(name: str, module: ModuleType, words: Sequence[str]) -> argparse.Na
         f"experiments.bench {name}", None, module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=positive, default=7, help="times each program of a point is timed")
-    parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
+    parser.add_argument("--half-width", type=float, default=math.inf, help="more rounds, until means are known to it")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no point or round that may end later")
     parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA, to see that the command works")

@@ -179,7 +179,9 @@ def microbatches(serve: Serve, _: Shape) -> dict[str, Program]:
     return found
 
 
-def _measure_float32(precision: str, shape: Shape, programs: dict[str, Program], rounds: int) -> dict[str, Any]:
+def _measure_float32(
+    precision: str, shape: Shape, programs: dict[str, Program], rounds: timing.Rounds
+) -> dict[str, Any]:
     """Of float32 operands, multiplied everywhere with that precision."""
     before = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", precision)
@@ -190,7 +192,7 @@ def _measure_float32(precision: str, shape: Shape, programs: dict[str, Program],
 
 
 def _measure_patched(
-    module: Any, values: dict[str, Any], shape: Shape, programs: dict[str, Program], rounds: int
+    module: Any, values: dict[str, Any], shape: Shape, programs: dict[str, Program], rounds: timing.Rounds
 ) -> dict[str, Any]:
     """With other values of a module's attributes while programs are traced."""
     jax.clear_caches()

@@ -32,7 +32,7 @@ from experiments.bench.programs import (
     of_logits,
 )
 from experiments.bench.sections import Case, Serve
-from experiments.bench.timing import back_to_back, compiled_in_turn, in_turn, temporary_mib
+from experiments.bench.timing import Rounds, back_to_back, compiled_in_turn, in_turn, temporary_mib
 from pallas_ce import cross_entropy, linear_distillation, linear_log_probs, linear_top_k
 from pallas_ce.backends.protocol import Implementation
 
@@ -94,7 +94,7 @@ class _InPlace:
         return loss
 
 
-def measure_stored(shape: Shape, contenders: dict[str, Program], rounds: int) -> dict[str, Any]:
+def measure_stored(shape: Shape, contenders: dict[str, Program], rounds: Rounds) -> dict[str, Any]:
     """Times, memory and bandwidth of `(logits, labels) -> ...` at one shape `(N, V, anything)`, in turn.
 
     Of each program `bytes_per_second` for the passes that it has to make, and `share`, that over the copy's. Names that
@@ -136,7 +136,7 @@ def distillation(serve: Serve, _: Shape) -> dict[str, Program]:
     return found
 
 
-def measure_pairs(width: int, shape: Shape, contenders: dict[str, Program], rounds: int) -> dict[str, Any]:
+def measure_pairs(width: int, shape: Shape, contenders: dict[str, Program], rounds: Rounds) -> dict[str, Any]:
     """Times and memory beside the bare products of both heads, in turn; the teacher is `width` times as wide.
 
     Of `two` products, student's and teacher's logits, and of `six`, those twice and the student's gradients, `ms` are

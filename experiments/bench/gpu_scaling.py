@@ -9,9 +9,9 @@ Layouts, each with both backward modes and beside the canonical loss, which XLA 
     fsdp      as data, with the weight's width split: it is gathered, and its gradient scattered
     apart     as data, without any exchange: what GPUs lose by working at the same time
 
-Forward and backward, for both gradients, in bfloat16. Times are of the wall clock, of calls one after the other. All
-layouts and losses of a number of GPUs take turns, in either direction, since clocks drift by more than the
-differences. Each number of GPUs has a result file. `efficiency` is a share of the first GPU's rate times the GPUs,
+Forward and backward, for both gradients, in bfloat16. Times are of the wall clock, of calls one after the other. Each
+number of GPUs has a result file, and a layout a point, in which it takes turns with `one`, since clocks drift by more
+than the differences, and sequence with tensor, too. `efficiency` is a share of the first GPU's rate times the GPUs,
 `to_tensor` sequence's time by tensor's, `to_canonical` ours by the canonical loss's of the same layout.
 """
 
@@ -30,7 +30,7 @@ from experiments.bench import programs
 from experiments.bench.programs import Program, Shape, bare, both, ours
 from experiments.bench.results import Point, Record, ResultFile
 from experiments.bench.sections import sized
-from experiments.bench.timing import in_turn, of_series
+from experiments.bench.timing import Rounds, in_turn, of_series
 
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -74,12 +74,13 @@ LOSSES: dict[str, Program] = {mode: ours(None, backward=mode) for mode in ("in_f
 LOSSES["canonical"] = canonical
 
 
-def measure(gpus: int, shape: Shape, rounds: int) -> Record:
-    """All layouts on that number of GPUs: of each loss its median milliseconds, all samples, and memory of one GPU."""
+def measure(gpus: int, layouts: tuple[str, ...], shape: Shape, rounds: Rounds) -> Record:
+    """Some layouts on that number of GPUs: of each loss how long it takes, and memory of one GPU."""
     n, v, h = shape
     compiled: dict[tuple[str, str], Any] = {}
     data: dict[str, tuple[jax.Array, ...]] = {}
-    for name, layout in LAYOUTS.items():
+    for name in layouts:
+        layout = LAYOUTS[name]
         devices = jax.devices()[: 1 if layout.alone else gpus]
         mesh = jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
         hidden, weight, whole = (NamedSharding(mesh, spec) for spec in (layout.hidden, layout.weight, P()))
@@ -137,6 +138,10 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
     there = jax.device_count()
     if there < 2:
         options.usage_error(f"there is {there} device; scaling needs at least 2")
-    shape = sized(SHAPE, options)
-    points = {n: [Point(f"{n} GPUs", functools.partial(measure, n, shape, options.rounds))] for n in (2, 4, 8)}
-    return [ResultFile(f"gpu_scaling_{gpus}", points[gpus], "gpu_scaling") for gpus in points if gpus <= there]
+    beside = {name: ("one", name) for name in LAYOUTS if name != "one"} | {"sequence": ("one", "tensor", "sequence")}
+    made = []
+    for gpus in (x for x in (2, 4, 8) if x <= there):
+        given = sized(SHAPE, options), options.rounds
+        points = [Point(name, functools.partial(measure, gpus, layouts, *given)) for name, layouts in beside.items()]
+        made.append(ResultFile(f"gpu_scaling_{gpus}", points, "gpu_scaling"))
+    return made

@@ -212,9 +212,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def files(options: argparse.Namespace) -> list[ResultFile]:
     """JAX's idle footprint, and each size, `rounds` processes for each loss."""
-    if options.rounds < 2:
+    if options.rounds.least < 2:
         options.usage_error("--rounds must be at least 2: a loss's first process fills the caches, the next finds them")
-    device, rounds = options.device, options.rounds
+    device, rounds = options.device, options.rounds.least
     points = [Point("JAX idle", lambda: {"mib": apart(idle_mib, device)})]
     for setting in SETTINGS:
         name = f"H {setting.width}, {setting.layers} layers, {setting.tokens} tokens"

@@ -47,7 +47,7 @@ class Peer(NamedTuple):
     def missing(self) -> str | None:
         """Why it cannot be measured here; None where it can."""
         if importlib.util.find_spec(self.module) is None:
-            return f"{self.module} is not installed (pip install {self.package})"
+            return f"{self.module} is not installed (pip install --upgrade {self.package})"
         return None
 
 
@@ -70,10 +70,15 @@ def _compiled() -> Loss:
     return torch.compile(_stored(wide=True))
 
 
-def _imported(path: str, **options: Any) -> Callable[[], Loss]:
+def _imported(path: str, **options: Any) -> Callable[[], Any]:
     """What imports a loss of that path, with options."""
     module, _, name = path.rpartition(".")
     return lambda: functools.partial(getattr(importlib.import_module(module), name), **options)
+
+
+def _torch_chunked() -> Loss:
+    default = _imported("torch.nn.LinearCrossEntropyOptions")()
+    return _imported("torch.nn.functional.linear_cross_entropy", options=default())()
 
 
 def _liger_cute_streamed() -> Loss:
@@ -104,6 +109,7 @@ PEERS = (
     Peer("torch, bfloat16 logits", "torch", "torch", lambda: _stored(wide=False)),
     Peer("torch, float32 logits", "torch", "torch", lambda: _stored(wide=True)),
     Peer("torch.compile", "torch", "torch", _compiled),
+    Peer("torch, chunked", "torch.nn.modules.linear_cross_entropy", "torch", _torch_chunked),
     Peer("CCE", *_OF_CCE, _imported(_CCE, impl="cce", filter_eps="auto")),
     Peer("CCE, exact gradients", *_OF_CCE, _imported(_CCE, impl="cce", filter_eps=None)),
     # What chunks of logits may take, in units of the memory of the hidden states.
@@ -148,7 +154,7 @@ def of_ours(given: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
     return {name: functools.partial(run.lower(*arrays).compile(), *arrays) for name, run in programs.items()}
 
 
-def measure(shape: Shape, peers: list[Peer], rounds: int, device: str) -> Record:
+def measure(shape: Shape, peers: list[Peer], rounds: timing.Rounds, device: str) -> Record:
     """Each peer's forward and forward+backward at one shape, ours and the bare products, in turn.
 
     `peak_mib` is above the inputs; `left_out` says of every peer that has no results why.

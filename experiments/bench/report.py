@@ -25,8 +25,8 @@ _OURS = {
 }
 _PEERS = dict.fromkeys(
     (
-        *("torch, bfloat16 logits", "torch.compile", "CCE", "CCE, exact gradients", "Liger", "Liger, C 16"),
-        *("Liger CuTe, stored logits", "Liger CuTe, streamed", "quack"),
+        *("torch, bfloat16 logits", "torch.compile", "torch, chunked", "CCE", "CCE, exact gradients"),
+        *("Liger", "Liger, C 16", "Liger CuTe, stored logits", "Liger CuTe, streamed", "quack"),
     )
 )
 
@@ -133,9 +133,9 @@ def devices_line(documents: Documents) -> str:
 def performance_page(documents: Documents) -> str:
     """The tables of the performance page."""
     time, memory = lines(documents)
-    pipeline, models = documents["pipeline_memory"]["machine"], documents["huggingface_table"]
+    models = documents["huggingface_table"]
     runs = [{**document, "facts": machine_line(document).partition(": ")[2]} for document in documents.values()]
-    spans = {name: (min(line.values()), max(line.values())) for name, line in time.items()}
+    spans = {name: (min(time[name].values()), max(time[name].values())) for name in _OURS}
     parts = [
         _MADE,
         "On an {device} with jax {jax}, {date}, loss and gradients take `in_forward` {:.2f} to {:.2f} times as long as "
@@ -153,10 +153,6 @@ def performance_page(documents: Documents) -> str:
         section("huggingface_table", models),
         *left_out(models),
         *(f"{name}: {p['mib']:.0f} MiB by the driver's count." for name, p in models["points"].items() if "mib" in p),
-        "## Microbatches in flight",
-        "PyTorch: a head with {in_flight} microbatches in flight, each of {tokens} rows, width {width}, vocabulary "
-        "{vocabulary}.".format(**pipeline),
-        section("pipeline_memory", documents["pipeline_memory"]),
         "## On a CPU",
         "2048 rows, width 512, vocabulary 32768, float32; canonical is stored logits.",
         section("cpu_head", documents["cpu_head"]),
@@ -233,5 +229,5 @@ def rival_panels(documents: Documents) -> list[Panel]:
 
 def _by_vocabulary(found: dict[str, Line], form: str) -> str:
     sizes = sorted({v for line in found.values() for v in line})
-    rows: list[dict[Any, Any]] = [{"name": name, **line} for name, line in found.items()]
+    rows: list[dict[Any, Any]] = [{"name": name, **line} for name, line in found.items() if line]
     return table(rows, {"": "{name}", **{str(v): entry(v, form) for v in sizes}})

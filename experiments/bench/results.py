@@ -4,9 +4,10 @@ import argparse
 import contextlib
 import datetime
 import json
-import math
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -21,7 +22,19 @@ FOLDER = Path(__file__).parents[1] / "results"
 DRY = "dry_run"
 
 # What points of one file must share to be compared.
-_SAME = ("device", "jax", "torch", "clock", "rounds", "calls", "implementation", DRY)
+_SAME = (
+    "device",
+    "power_limit",
+    "kernels",
+    "jax",
+    "torch",
+    "clock",
+    "rounds",
+    "half_width",
+    "calls",
+    "implementation",
+    DRY,
+)
 
 Record = dict[str, Any]
 
@@ -50,11 +63,12 @@ class ResultFile(NamedTuple):
 
 
 def describe() -> Record:
-    """Device, processor count, versions and date: what a result file says about where it was made."""
+    """Device, its kernels, processor count, versions and date: what a result file says about where it was made."""
     import jax
 
     return {
         "device": jax.devices()[0].device_kind,
+        **({} if jax.default_backend() == "cpu" else power_limit() | {"kernels": kernels()}),
         "processors": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
@@ -62,6 +76,22 @@ def describe() -> Record:
         "jaxlib": metadata.version("jaxlib"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def power_limit() -> dict[str, str]:
+    """What NVIDIA's driver lets the GPUs take, each figure once, as "700.00 W"; empty where nothing tells."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"power_limit": ", ".join(dict.fromkeys(map(str.strip, lines)))}
+
+
+def kernels() -> str:
+    """The digest of the kernels, made in a process of its own, which leaves nothing traced and needs no GPU."""
+    command, environment = [sys.executable, "-m", "tools.kernels_digest"], os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.check_output(command, cwd=FOLDER.parents[1], env=environment, text=True).strip()
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -97,14 +127,13 @@ def load(folder: Path) -> dict[str, Record]:
 def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -> None:
     """Measures the points that the files lack, prints each and writes it.
 
-    With `options.minutes` a point is only begun if one as long as the longest so far would end in time.
+    A point is only begun if one as long as the longest so far would end before `options.rounds.end`.
 
     Raises:
         ResultError: a file is of another device or version.
         ExceptionGroup: of the points that failed, when all others are measured and written.
     """
     start = time.monotonic()
-    end = math.inf if options.minutes is None else start + 60 * options.minutes
     longest, left = 0.0, 0
     failed: list[Exception] = []
     for file in files:
@@ -117,7 +146,7 @@ def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -
             if name in document["points"]:
                 continue
             began = time.monotonic()
-            if began + longest >= end:
+            if began + longest >= options.rounds.end:
                 left += 1
                 continue
             try:

@@ -23,7 +23,7 @@ _COLUMNS = {"figure": "{what}", "target": "{bound}", "measured": "{value:.4g}"}
 
 def targets_table(documents: Documents) -> str:
     """Each target beside what was measured."""
-    return table(_all(documents), {**_COLUMNS, "reached": "{reached}"})
+    return table(_all(documents), {**_COLUMNS, "half-width of means": "{half_width:.1%}", "reached": "{reached}"})
 
 
 def missed_table(documents: Documents) -> str:
@@ -52,13 +52,18 @@ def _all(documents: Documents) -> list[dict[str, Any]]:
 def judged(target: Mapping[str, Any], documents: Documents) -> dict[str, Any]:
     """The target with its `bound` in words and, where the file is there, its `value` and whether it is `reached`.
 
-    It is `missed_by` a share of the bound.
+    It is `missed_by` a share of the bound. Of a time also the `half_width` to which
+    the means of all programs at its points are known, the worst.
     """
     least = "at_least" in target
     bound = target["at_least" if least else "at_most"]
     row = {**target, "bound": f"{'≥' if least else '≤'} {bound:g}"}
-    if not (values := _values(target, documents.get(target["file"], {"points": {}})["points"])):
+    points = documents.get(target["file"], {"points": {}})["points"]
+    if not (values := _values(target, points)):
         return row
+    widths = select(points, f"{target['select'].partition('/')[0]}/*/half_width").values()
+    if widths and not target["select"].endswith("mib"):
+        row["half_width"] = max(widths)
     value = statistics.geometric_mean(values) if target.get("of") == "mean" else (min if least else max)(values)
     missed_by = (bound - value if least else value - bound) / bound
     return row | {"value": value, "missed_by": missed_by, "reached": "no" if missed_by > 0 else "yes"}

@@ -13,8 +13,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,33 @@ _UNTUNED = {"xla_gpu_autotune_level": 0}
 _BURST_MILLISECONDS = 100.0
 _MOST_LAUNCHES = 250
 
+# Where samples still spread after these, more of them would not tell the mean.
+_MOST_ROUNDS = 150
+
 # Arrays as large as the logits that compiling one program may take.
 _LOGITS_OF_A_COMPILATION = 6
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+class Rounds(NamedTuple):
+    """How often the programs of a point are timed: `least` times, then until each mean is known to `half_width`.
+
+    `end`, by `time.monotonic`, ends that too.
+    """
+
+    least: int
+    half_width: float = math.inf
+    end: float = math.inf
+
+
+def half_width(samples: Sequence[float]) -> float:
+    """Of the interval of the samples' mean, as a share of it: two standard errors. One sample does not tell it."""
+    return (
+        math.inf
+        if len(samples) < 2
+        else 2 * statistics.stdev(samples) / (math.sqrt(len(samples)) * statistics.fmean(samples))
+    )
 
 
 def of_series(run: Callable[[], Any], wait: Callable[[Any], Any], launches: int) -> float:
@@ -73,9 +96,9 @@ def _compiled_at_once(logits_bytes: int) -> int | None:
 
 
 def in_turn[Name, Run](
-    runs: Mapping[Name, Run], milliseconds: Callable[[Run], float], rounds: int
+    runs: Mapping[Name, Run], milliseconds: Callable[[Run], float], rounds: Rounds
 ) -> dict[Name, dict[str, Any]]:
-    """Times each program so often by `milliseconds`: of each its median `ms` and all `samples`.
+    """Times each program so often by `milliseconds`: of each its median `ms`, all `samples`, their mean's `half_width`.
 
     Rounds go in either direction in turn. Two rounds on, the next program is the first: one that was always first would
     also be the last of the round before, and be slowed by its own heat, by up to 7 % on an H200. A first round, not
@@ -83,18 +106,27 @@ def in_turn[Name, Run](
     """
     samples: dict[Name, list[float]] = {name: [] for name in runs}
     order = collections.deque(runs)
-    for number in range(rounds + 1):
+    for number in itertools.count():
         for name in order:
             samples[name].append(milliseconds(runs[name]))
         order.reverse()
         order.rotate(number % 2)
-    return {name: {"ms": statistics.median(taken[1:]), "samples": taken[1:]} for name, taken in samples.items()}
+        counted = {name: taken[1:] for name, taken in samples.items()}
+        over = number >= _MOST_ROUNDS or time.monotonic() >= rounds.end
+        if number >= rounds.least and (over or all(half_width(x) <= rounds.half_width for x in counted.values())):
+            break
+    found: dict[Name, dict[str, Any]] = {}
+    for name, taken in counted.items():
+        found[name] = {"ms": statistics.median(taken), "samples": taken}
+        if len(taken) > 1:
+            found[name]["half_width"] = half_width(taken)
+    return found
 
 
 def compiled_in_turn[Name](
     programs: Mapping[Name, Program],
     arguments: Mapping[Name, tuple[Any, ...]],
-    rounds: int,
+    rounds: Rounds,
     at_once: int | None = None,
     left_out: dict[Name, str] | None = None,
 ) -> dict[Name, dict[str, Any]]:
@@ -151,10 +183,10 @@ def with_ratios(found: dict[str, dict[str, Any]]) -> None:
             result["ratio"] = result["ms"] / sum(found[bare]["ms"] for bare in floor(name))
 
 
-def measure(shape: Shape, extra: dict[str, Program], rounds: int, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+def measure(shape: Shape, extra: dict[str, Program], rounds: Rounds, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """The bare products and `extra` programs at one shape, of operands of `dtype`.
 
-    Of each program `ms`, `samples`, `temporary_mib`, and the `ratio` to its bare products; `left_out` says of those
+    Of each program what `compiled_in_turn` finds, and the `ratio` to its bare products; `left_out` says of those
     that memory does not suffice for why they have no results.
     """
     n, v, h = shape
@@ -171,7 +203,7 @@ def measure(shape: Shape, extra: dict[str, Program], rounds: int, dtype: Any = j
     return {"n": n, "v": v, "h": h, "results": found, "left_out": left_out}
 
 
-def compile_seconds(shape: Shape, programs: dict[str, Program], _: int) -> dict[str, Any]:
+def compile_seconds(shape: Shape, programs: dict[str, Program], _: Rounds) -> dict[str, Any]:
     """Seconds to trace, lower and compile each program, one after the other, in a process that has compiled before.
 
     Each has a vocabulary of its own, so that it finds neither kernels nor autotuning results of those before it.

@@ -127,7 +127,9 @@ def alone(run: Callable[[], Any]) -> float:
     return statistics.median(_timed(lambda: synchronize(run()))[0] for _ in range(_CALLS_ALONE)) / 1e3
 
 
-def compared(shape: Shape, setting: Setting, rounds: int, other: str, clock: Callable[[Any], float]) -> Record:
+def compared(
+    shape: Shape, setting: Setting, rounds: timing.Rounds, other: str, clock: Callable[[Any], float]
+) -> Record:
     """Milliseconds of forward and backward by the clock, in turn, and the bridge's `ratio` to the other's."""
     tensors = inputs(shape, setting.device)
     runs = {
@@ -175,7 +177,7 @@ _PASSES, _COPY_PASSES = 3, 2
 COPY = "copy"
 
 
-def stored_losses(shape: tuple[int, int, int], device: str, rounds: int) -> Record:
+def stored_losses(shape: tuple[int, int, int], device: str, rounds: timing.Rounds) -> Record:
     """Losses and gradients of bfloat16 logits `[N, V]`: their `share` of a copy's bandwidth, for three passes."""
     n, v, _ = shape
     stored = torch.randn(n, v, device=device).bfloat16().requires_grad_()
@@ -197,6 +199,8 @@ def stored_losses(shape: tuple[int, int, int], device: str, rounds: int) -> Reco
         "selective": lambda logits, labels: torch_bridge.selective_log_softmax(logits, labels).mean(),
         "torch selective": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels[:, None]).mean(),
     }
+    if device == "cuda":
+        losses["torch.compile selective"] = torch.compile(losses["torch selective"], dynamic=False)
     runs: dict[str, Callable[[], Any]] = {COPY: copied}
     runs |= {name: functools.partial(differentiated, loss) for name, loss in losses.items()}
     peaks = {name: peak_bytes(run) / 2**20 for name, run in runs.items() if name != COPY and device == "cuda"}

@@ -67,7 +67,7 @@ def step_milliseconds(program: Program, config: TrainConfig, dataset: Dataset) -
     return 1e3 * (time.perf_counter() - started) / (config.steps - WARM_UP)
 
 
-def measure(config: TrainConfig, rounds: int) -> Record:
+def measure(config: TrainConfig, rounds: timing.Rounds) -> Record:
     """Both heads' loops and steps of `train_lm` in turn."""
     dataset = load_dataset(config)
     dataset = dataclasses.replace(dataset, validation=dataset.validation[: config.batch_size])

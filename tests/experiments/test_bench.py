@@ -1,6 +1,7 @@
 """Every command that measures runs at small sizes on a CPU, and programs are timed as they should be."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from experiments.bench.paper_table import TABLE
 from experiments.bench.processes import apart
 
 
-def traced(programs: dict[str, Any], arguments: Any, rounds: int, *_: Any) -> dict[str, Any]:
+def traced(programs: dict[str, Any], arguments: Any, rounds: timing.Rounds, *_: Any) -> dict[str, Any]:
     """In place of a measurement: traces every program, which fails where one is wrong."""
     for name, program in programs.items():
         jax.eval_shape(program, *arguments[name])
-    return {name: {"ms": 1.0, "samples": [1.0] * rounds, "temporary_mib": 0.0} for name in programs}
+    return {name: {"ms": 1.0, "samples": [1.0] * rounds.least, "temporary_mib": 0.0} for name in programs}
 
 
 def dry_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
@@ -67,12 +68,14 @@ def test_every_program_of_a_command_can_be_timed(
 def test_several_devices_are_measured_in_every_layout(tmp_path: Path) -> None:
     words = ["gpu_scaling", "--dry-run", "--rounds", "1", "--out", str(tmp_path)]
     assert apart(main, words, XLA_FLAGS="--xla_force_host_platform_device_count=2") == 0
-    (point,) = json.loads((tmp_path / "gpu_scaling_2.json").read_text())["points"].values()
-    found = point["results"]
-    assert len(found) == 6 * 3
-    one, tensor, data = (found[f"{layout}, recompute"]["ms"] for layout in ("one", "tensor", "data"))
-    assert found["tensor, recompute"]["efficiency"] == pytest.approx(one / (2 * tensor))
-    assert found["data, recompute"]["efficiency"] == pytest.approx(one / data)
+    points = json.loads((tmp_path / "gpu_scaling_2.json").read_text())["points"]
+    assert list(points) == ["tensor", "sequence", "data", "fsdp", "apart"]
+    for name, gpus in (("tensor", 2), ("data", 1)):
+        found = points[name]["results"]
+        assert len(found) == 2 * 3
+        one, split = (found[f"{layout}, recompute"]["ms"] for layout in ("one", name))
+        assert found[f"{name}, recompute"]["efficiency"] == pytest.approx(one / (gpus * split))
+    assert points["sequence"]["results"]["sequence, recompute"]["to_tensor"] > 0
 
 
 @pytest.fixture
@@ -144,6 +147,8 @@ def test_what_is_checked_has_been_measured() -> None:
         ({"ms": 1.05, "mib": 65.5}, 1, "slower, more memory"),
         ({"jitter": 0.2}, 1, "too unsteady to be judged"),
         ({"device": "NVIDIA H100"}, 0, "skipped"),
+        ({"jax": "0.12.0", "ms": 1.05}, 1, "slower (with jax 0.12.0, before with 0.11.2)"),
+        ({"jax": "0.12.1", "ms": 1.05}, 0, "| forward | 1.050 ± 0.007 | 1.050 | 64.00 | 64.00 | as before |"),
     ],
 )
 def test_the_head_is_compared_with_result_files_of_the_same_gpu(
@@ -154,11 +159,13 @@ def test_the_head_is_compared_with_result_files_of_the_same_gpu(
         taken = {"samples": [10.0 * ms * (1 + jitter * (-1) ** i) for i in range(10)], "temporary_mib": mib}
         return {"results": dict.fromkeys(timing.THREE, steady) | {"forward": taken}, "left_out": {}}
 
-    machine = {"device": "NVIDIA H200"}
+    here = {"device": now.pop("device", "NVIDIA H200"), "jax": now.pop("jax", "0.11.2")}
     for name, case in check.CASES.items():
-        document = {"command": "", "machine": machine, "points": {case.name: record()}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    monkeypatch.setattr(results, "describe", lambda: {"device": now.pop("device", "NVIDIA H200")})
+        for suffix, jax_version, ms in (("", "0.11.2", 1.0), ("_newer", "0.12.1", 1.05)):
+            machine = {"device": "NVIDIA H200", "jax": jax_version}
+            document = {"command": "", "machine": machine, "points": {case.name: record(ms)}}
+            (tmp_path / f"{name}{suffix}.json").write_text(json.dumps(document))
+    monkeypatch.setattr(results, "describe", lambda: here)
     monkeypatch.setattr(timing, "measure", lambda *_: record(**now))
     assert main(["check", "--folder", str(tmp_path)]) == status
     assert said in capsys.readouterr().out
@@ -171,17 +178,36 @@ def test_rounds_go_in_either_direction_and_the_first_is_not_counted() -> None:
         order.append(run)
         return float(len(order))
 
-    found = timing.in_turn({"a": 0, "b": 1, "c": 2}, milliseconds, 2)
+    found = timing.in_turn({"a": 0, "b": 1, "c": 2}, milliseconds, timing.Rounds(2))
     assert order == [0, 1, 2, 2, 1, 0, 2, 0, 1]
-    assert found["a"] == {"ms": 7.0, "samples": [6.0, 8.0]}
+    assert found["a"] == {"ms": 7.0, "samples": [6.0, 8.0], "half_width": pytest.approx(2 / 7)}
+
+
+@pytest.mark.parametrize(("minutes", "rounds"), [(10, 24), (0.1, 5), (0.01, 3)])
+def test_rounds_go_on_until_every_mean_is_known_or_time_is_up(
+    minutes: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program takes a second each time; the other 1 or 1.1 in turn, whose mean 24 rounds tell to two per cent."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    unsteady = itertools.cycle([1.0, 1.1])
+
+    def milliseconds(run: str) -> float:
+        now[0] += 0.5
+        return next(unsteady) if run == "unsteady" else 1.0
+
+    found = timing.in_turn({"a": "steady", "b": "unsteady"}, milliseconds, timing.Rounds(3, 0.02, 60 * minutes))
+    assert len(found["b"]["samples"]) == rounds
+    assert (found["b"]["half_width"] <= 0.02) == (rounds == 24)
 
 
 def test_ratios_are_to_the_bare_product_or_to_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "back_to_back", lambda *_: 1.0)
-    found = timing.measure((16, 32, 16), {"forward": lambda h, w, _: h @ w.T, "x": lambda h, w, _: h @ w.T}, 1)
+    once = timing.Rounds(1)
+    found = timing.measure((16, 32, 16), {"forward": lambda h, w, _: h @ w.T, "x": lambda h, w, _: h @ w.T}, once)
     assert [found["results"][name]["ratio"] for name in ("forward", "x")] == [1.0, pytest.approx(1 / 3)]
     programs = {"vast": lambda h, w, _: jax.numpy.zeros(2**50, "int8") + h[0, 0].astype("int8")}
-    assert "RESOURCE_EXHAUSTED" in timing.measure((16, 32, 16), programs, 1)["left_out"]["vast"]
+    assert "RESOURCE_EXHAUSTED" in timing.measure((16, 32, 16), programs, once)["left_out"]["vast"]
 
 
 def test_a_host_that_is_held_up_in_the_short_series_does_not_shorten_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from experiments import files
 from experiments.bench import results
 from experiments.bench.results import FOLDER, Point, ResultError, ResultFile, read, run
+from experiments.bench.timing import Rounds
 
 MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
 RECORD = {"n": 1, "v": 2, "results": {"forward": {"ms": 1.0}}}
@@ -20,7 +22,7 @@ RECORD = {"n": 1, "v": 2, "results": {"forward": {"ms": 1.0}}}
 def measured(folder: Path, points: Any, machine: dict[str, Any] = MACHINE, **options: Any) -> None:
     """Runs a command whose points are measured by these functions, or have these records."""
     made = [Point(name, found if callable(found) else lambda found=found: found) for name, found in points.items()]
-    given = argparse.Namespace(**{"out": folder, "again": False, "minutes": None} | options)
+    given = argparse.Namespace(**{"out": folder, "again": False, "rounds": Rounds(1)} | options)
     run([ResultFile("grid", made, "gpu_head grid")], machine, given)
 
 
@@ -56,12 +58,26 @@ def test_no_point_is_begun_that_would_end_too_late(
         return RECORD
 
     monkeypatch.setattr(results.time, "monotonic", lambda: clock[0])
-    measured(tmp_path, dict.fromkeys("abcdef", measure), minutes=35 / 60)
+    measured(tmp_path, dict.fromkeys("abcdef", measure), rounds=Rounds(1, end=35.0))
     assert points_of(tmp_path) == ["a", "b", "c"]
     assert "time is up with 3 points left" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [{"device": "NVIDIA H100"}, {"jax": "0.12.0"}, {"rounds": 3}])
+def test_the_power_limit_is_what_the_driver_says_and_absent_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '700.00 W\\n700.00 W\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert results.power_limit() == {"power_limit": "700.00 W"}
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert results.power_limit() == {}
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert results.power_limit() == {}
+
+
+@pytest.mark.parametrize("change", [{"device": "NVIDIA H100"}, {"power_limit": "9 W"}, {"jax": "0.12"}, {"rounds": 3}])
 def test_results_of_different_machines_or_versions_are_not_mixed(tmp_path: Path, change: dict[str, str]) -> None:
     measured(tmp_path, {"a": RECORD})
     with pytest.raises(ResultError, match=f"{next(iter(change.values()))}.*Pass --again .* or --out"):

@@ -8,6 +8,7 @@ import sys
 from importlib import metadata, resources
 from pathlib import Path
 
+import check_release
 import pytest
 from check_release import disagreement
 
@@ -77,6 +78,17 @@ CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n"
 )
 def test_what_disagrees_is_named(tag, version, changelog, words):
     assert words in str(disagreement(tag, version, changelog))
+
+
+def test_a_release_is_refused_where_pages_quote_results_of_other_kernels(tmp_path, monkeypatch):
+    (tmp_path / "pallas_ce-0.2.0-py3-none-any.whl").touch()
+    monkeypatch.setattr(sys, "argv", ["check_release.py", str(tmp_path)])
+    monkeypatch.setattr(check_release, "disagreement", lambda *_: None)
+    monkeypatch.setattr(
+        check_release, "outdated", lambda _: ["grid.json was measured with kernels a; the code's are b"]
+    )
+    with pytest.raises(SystemExit, match=r"(?s)grid.json was.*measure these files again"):
+        check_release.main()
 
 
 def test_the_changelog_has_the_version_of_this_release():
