@@ -13,7 +13,7 @@ import jax
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Mode, Plan
-from pallas_ce.backends.xla.tiling import preferred, tiled_plan, tiles_bytes
+from pallas_ce.backends.xla_tiling import preferred, tiled_plan, tiles_bytes
 from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import streamed

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_ce import explain, linear_cross_entropy
+from pallas_ce.backends import xla_tiling as tiling
 from pallas_ce.backends.protocol import Mode
 from pallas_ce.backends.select import Default
-from pallas_ce.backends.xla import BACKEND, tiling
+from pallas_ce.backends.xla import BACKEND
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.modes.how import How, decide
 from pallas_ce.parallel.shards import Local, RowArrays, Shards

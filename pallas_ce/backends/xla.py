@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends import device as targets
+from pallas_ce.backends import xla_tiling as tiling
 from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
-from pallas_ce.backends.xla import tiling
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, fields_of, merge, partial_of_tile, without_columns
