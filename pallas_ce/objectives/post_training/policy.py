@@ -83,7 +83,9 @@ def policy_loss(
         sampler_weights="truncate"   v, at least the first number of sampler_range and at most the second
         sampler_weights="mask"       v if it lies in sampler_range, else 0
 
-    The tokens are then aggregated. The arguments of each method:
+    A token does not count where log π is -inf, as `linear_log_probs(support=...)` has it for a label outside its set.
+    Nor does one where another of the log-probabilities is: without them it has neither ratio nor penalty. The tokens
+    that count are then aggregated. The arguments of each method:
 
     * PPO: `advantages [..., T]`, `old_log_probs`, `entropy`, `entropy_coefficient`
     * GRPO: `group_advantages`, `aggregation="sequence_mean"`, `ref_log_probs`, `kl_coefficient`
@@ -99,7 +101,8 @@ def policy_loss(
     Args:
         log_probs: `[..., T]`, log π of the sampled tokens; differentiable.
         advantages: `[...]`, one for each sequence, or `[..., T]`. A constant, as all that follow but `entropy`.
-        mask: bool `[..., T]`, the tokens that count; None: all. The others contribute exactly 0, whatever they hold.
+        mask: bool `[..., T]`, the tokens that count; None: all. The others, and those with a log-probability of -inf,
+            contribute exactly 0, whatever they hold.
         old_log_probs: `[..., T]` under the policy that sampled; None where that is the current one, and r = 1.
         ref_log_probs: `[..., T]` under the reference model; needed for the KL penalty.
         sampler_log_probs: `[..., T]` as the engine that sampled has them, where its arithmetic differs from the
@@ -152,6 +155,11 @@ def policy_loss(
     """
     log_probs, mask = sequences.tokens(log_probs, mask)
     shape = log_probs.shape
+    given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "sampler_log_probs": sampler_log_probs}
+    others = {name: sequences.constants(name, x, shape) for name, x in given.items() if x is not None}
+    for x in (log_probs, *others.values()):
+        mask = mask & ~jnp.isneginf(x)
+    log_probs, others = sequences.keep(mask, log_probs), {name: sequences.keep(mask, x) for name, x in others.items()}
     advantages = sequences.constants("advantages", advantages, shape, shape[:-1])
     advantages = sequences.keep(mask, advantages if advantages.shape == shape else advantages[..., None])
     clip_high = clip_low if clip_high is None else clip_high
@@ -160,9 +168,7 @@ def policy_loss(
     arguments.scalar("clip_low", clip_low, 0.0, 1.0)
     arguments.scalar("clip_high", clip_high, 0.0)
     least, most = 1 - clip_low, 1 + clip_high
-    old = jax.lax.stop_gradient(log_probs)
-    if old_log_probs is not None:
-        old = sequences.constants("old_log_probs", old_log_probs, shape, mask=mask)
+    old = others.get("old_log_probs", jax.lax.stop_gradient(log_probs))
     ratio = jnp.exp(_log_ratio(log_probs, old, mask, level))
     if ratio_limit is not None:
         if objective != "clip":
@@ -181,14 +187,12 @@ def policy_loss(
         gained = 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantages
     weight = None
     if sampler_log_probs is not None:
-        sampler = sequences.constants("sampler_log_probs", sampler_log_probs, shape, mask=mask)
-        weight = _sampler_weight(old, sampler, sampler_weights, sampler_range)
+        weight = _sampler_weight(old, others["sampler_log_probs"], sampler_weights, sampler_range)
         gained = weight * gained
     loss = -gained
     kl = None
     if ref_log_probs is not None:
-        reference = sequences.constants("ref_log_probs", ref_log_probs, shape, mask=mask)
-        kl = kl_estimate(log_probs, reference, kl_estimator)
+        kl = kl_estimate(log_probs, others["ref_log_probs"], kl_estimator)
     if entropy is not None:
         entropy = sequences.floats("entropy", entropy, shape, mask=mask)
     for name, coefficient, needed, sign, term in (

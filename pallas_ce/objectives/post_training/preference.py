@@ -32,7 +32,9 @@ def sequence_log_probs(log_probs: ArrayLike, mask: ArrayLike | None = None, *, a
 
     Args:
         log_probs: `[..., T]`, of the tokens.
-        mask: bool `[..., T]`, the answer's tokens; None: all. What the others hold does not matter.
+        mask: bool `[..., T]`, the answer's tokens; None: all. What the others hold does not matter. A token that counts
+            with -inf makes the sum -inf, since an answer without it is another answer. Where a label may lie outside a
+            support, pass a mask that is False there under the policy and under the reference model.
         average: divide by the number of tokens, as IPO does; 0 for a sequence without any.
 
     Returns:
@@ -75,7 +77,8 @@ def dpo_loss(
         ipo       (Δ - 1/(2β))²
 
     Args:
-        chosen: `[...]`, log-probabilities of the chosen answers, `sequence_log_probs` (averaged for "ipo").
+        chosen: `[...]`, log-probabilities of the chosen answers, `sequence_log_probs` (averaged for "ipo"). Of -inf the
+            loss may be infinite; an answer that has it under both models is no evidence.
         rejected: `[...]`, of the rejected ones.
         ref_chosen: `[...]`, under the reference model. A constant, as the next.
         ref_rejected: `[...]`, likewise.

@@ -1,5 +1,6 @@
 """Policy losses against the published formulas, written out in float64 NumPy."""
 
+import functools
 from typing import Any
 
 import hypothesis
@@ -208,15 +209,32 @@ def test_a_fixed_length_of_a_large_batch_does_not_overflow() -> None:
     np.testing.assert_allclose(small, want * 8192, rtol=1e-6)
 
 
-def test_tokens_that_no_policy_allows_have_ratio_1_and_no_gradient() -> None:
-    log_probs, advantages = jnp.array([[-jnp.inf, -1.0]]), jnp.ones(1)
-    for level in ("token", "sequence", "sequence_token"):
-        for old in (None, log_probs):
-            value, gradient = jax.value_and_grad(
-                lambda x, old=old, level=level: policy_loss(x, advantages, old_log_probs=old, level=level)
-            )(log_probs)
-            np.testing.assert_allclose(value, -1.0)
-            assert gradient[0, 0] == 0
-            assert np.isfinite(gradient[0, 1])
+OUTSIDE = ("log_probs", "old_log_probs", "ref_log_probs", "sampler_log_probs")
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo", "sapo"])
+@pytest.mark.parametrize("outside", [OUTSIDE, *((name,) for name in OUTSIDE)], ids=str)
+def test_a_token_outside_a_support_is_as_one_that_is_masked(objective: Any, outside: tuple[str, ...]) -> None:
+    """In value, gradient and metrics; no token of the second sequence counts."""
+    rng, at = np.random.default_rng(0), ([0, 1, 1, 1], [1, 0, 1, 2])
+    clean = {name: -rng.exponential(1.0, (3, 3)).astype(np.float32) for name in OUTSIDE}
+    spoilt, mask = {name: x.copy() for name, x in clean.items()}, np.ones((3, 3), bool)
+    mask[at] = False
+    for name in outside:
+        spoilt[name][at] = -np.inf
+
+    def run(x: Any, mask: Any, **how: Any) -> Any:
+        options = {"objective": objective, "kl_coefficient": 0.1, "return_metrics": True}
+        value, metrics = policy_loss(**x, advantages=np.float32([1, -2, 3]), mask=mask, **options, **how)
+        return jnp.sum(value), (value, metrics)
+
+    for level, aggregation in (("token", "none"), ("sequence", "sequence_mean"), ("sequence_token", "token_mean")):
+        taken = functools.partial(jax.value_and_grad(run, has_aux=True), level=level, aggregation=aggregation)
+        got, want = taken(spoilt, None), taken(clean, mask)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(got))
+
+
+def test_kl_estimates_of_a_token_that_no_policy_allows_are_zero() -> None:
     for estimator in ("k1", "k2", "k3"):
         assert kl_estimate(jnp.array(-jnp.inf), jnp.array(-jnp.inf), estimator) == 0
