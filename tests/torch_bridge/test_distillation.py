@@ -119,10 +119,16 @@ def test_a_teacher_of_more_entries_is_cut_where_it_is_named() -> None:
     assert linear_distillation(**longer, vocab_size=V).equal(linear_distillation(**given))
 
 
+def of_page(start: str) -> str:
+    """The block of docs/post_training.md that starts so."""
+    page = (Path(__file__).parents[2] / "docs" / "post_training.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(rf"```python\n({start}.*?)```", page, re.DOTALL)
+    return str(lines)
+
+
 def test_the_losses_of_other_frameworks_by_the_teachers_ids() -> None:
     """The lines of docs/post_training.md, beside the same of stored logits, whose gradients are the same too."""
-    page = (Path(__file__).parents[2] / "docs" / "post_training.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"```python\n(teacher_logits, .*?)```", page, re.DOTALL)
+    lines = of_page("teacher_logits, ")
     torch.manual_seed(0)
     states, of_teacher = torch.randn(2, 8, 32, requires_grad=True), torch.randn(2, 8, 48)
     head, teacher = torch.nn.Linear(32, 500, bias=False), torch.nn.Linear(48, 500)
@@ -170,6 +176,19 @@ def compare_parts_with_float64(rank: int, _: str) -> None:
     for seed, (divergence, (names, options)) in enumerate(zip(itertools.cycle(DIVERGENCES), PARTS, strict=False)):
         function = functools.partial(vocab_parallel_distillation, validate_parts=seed == 0, vocab_start=CUTS[rank])
         check(function, tensors(seed, *names), {"divergence": divergence, "vocab_size": V, **options}, mine)
+    made: dict[str, Any] = {}
+    exec(of_page("import torch.distributed"), made)
+
+    def by_equal_parts(**given: Any) -> Tensor:
+        """The page's function of parts that are filled up to 16 rows."""
+        weights = given.pop("linear_weight"), given.pop("teacher_weight")
+        head, teacher = (torch.nn.functional.pad(x, (0, 0, 0, 16 - len(x)), value=9.0) for x in weights)
+        del given["divergence"], given["reduction"]
+        found: Tensor = made["divergences"](given.pop("input"), head, given.pop("teacher_input"), teacher, V, **given)
+        return found
+
+    options = {"divergence": "forward_kl", "temperature": 1.7, "row_mask": torch.arange(N) != 4}
+    check(by_equal_parts, tensors(9), options | {"reduction": "none"}, slice(16 * rank, 16 * rank + 16))
     given = tensors(0)
     short = given | {name: given[name][mine] for name in ("linear_weight", "teacher_weight")}
     for wrong, message in (
