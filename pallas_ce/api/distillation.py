@@ -85,7 +85,7 @@ def linear_distillation(
     which recomputes tiles of both heads' logits and makes the student's gradients. O(N) numbers are kept in between.
     By Triton's kernels "jsd" takes one pass, too: they put the logits of a block of rows in scratch. 16-bit heads have
     float16 logits there, each as its distance from the largest of a tile, up to 65,504, so that small divergences lose
-    digits.
+    digits. So these kernels serve by name only, and XLA is the default on every device.
 
     Differentiable in `hidden`, `weight`, `bias`, `logit_scale` and `token_weights`, in reverse mode, once. The teacher
     and the temperature are constants: they get no gradient.
