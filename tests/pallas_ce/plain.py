@@ -6,6 +6,7 @@ forms of the log-softmax are plain JAX, `FORMS`; they differ in a row with +inf.
 stands here once: 0·(±inf) is 0 (`times`, `plogp`), and an infinite divergence has gradient 0 (`divergence`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,10 +158,11 @@ def sampled_softmax(a: Arrays, labels: Any, rows: Any, ids: Any, log_expected: A
 
 
 def policy(a: Arrays, mask: Any) -> Any:
-    """`[tokens]` of those that count: PPO's loss with a penalty of k3 and an entropy bonus."""
-    log_p, old, ref, entropy, advantage = (
-        a[name][mask] for name in ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
-    )
+    """`[tokens]` of those that count: PPO's loss with a penalty of k3 and an entropy bonus; 0 with a -inf."""
+    of_policies = "log_probs", "old_log_probs", "ref_log_probs"
+    given = [a[name][mask] for name in (*of_policies, "entropy", "advantages")]
+    there = ~functools.reduce(jnp.logical_or, map(jnp.isneginf, given[:3]))
+    log_p, old, ref, entropy, advantage = (jnp.where(there, x, 0.0) for x in given)
     ratio, d = jnp.exp(_limited(log_p - jax.lax.stop_gradient(old))), _limited(jax.lax.stop_gradient(ref) - log_p)
     clipped, advantage = jnp.clip(ratio, 0.8, 1.2), jax.lax.stop_gradient(advantage)
     return -jnp.minimum(ratio * advantage, clipped * advantage) + 0.1 * (jnp.expm1(d) - d) - 0.1 * entropy
