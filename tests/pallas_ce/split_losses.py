@@ -16,7 +16,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ce import MeshAxes, linear_cross_entropy, linear_cross_entropy_and_gradients, linear_distillation
+from pallas_ce import (
+    MeshAxes,
+    linear_cross_entropy,
+    linear_cross_entropy_and_gradients,
+    linear_distillation,
+    linear_log_probs,
+)
 from tests.pallas_ce.cases import DISTILLATIONS
 from tests.pallas_ce.layouts import (
     ALL,
@@ -198,14 +204,17 @@ def test_a_divergence_inside_shard_map(layout: Layout, divergence: Any, inside: 
 @pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("kind", KINDS, **IDS)
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)
-@pytest.mark.parametrize("name", [*MODES, "jsd"])
+@pytest.mark.parametrize("name", [*MODES, "jsd", "support"])
 def test_gradients_lie_as_their_arrays(name: str, layout: Layout, kind: AxisType) -> None:
-    """A divergence's, and those that are added to sums in a mode; repeats are equal in every bit."""
+    """A divergence's, a support's, and those that are added to sums in a mode; repeats are equal in every bit."""
     explicit, on = kind == AxisType.Explicit, mesh(kind)
     given, specs = two_heads(layout)
     if name == "jsd":
         function = gradients(functools.partial(distilled, vocabulary=layout.vocabulary, divergence=name))
         want = divergence_of(layout, divergence=name)
+    elif name == "support":
+        given, specs, want = given[:6], specs[:6], supported(layout.vocabulary, False)
+        function = weighted(functools.partial(over_support, vocabulary=layout.vocabulary))
     else:
         given, specs, want = given[:6], specs[:6], expected_sums(layout.vocabulary)
         function = functools.partial(added, backward=name)
@@ -218,6 +227,68 @@ def test_gradients_lie_as_their_arrays(name: str, layout: Layout, kind: AxisType
         for x, place in zip(jax.tree.leaves(got[1:]), DIFFERENTIATED, strict=False):
             y = given[place]
             assert jax.typeof(x) == jax.typeof(y) if explicit else x.sharding.is_equivalent_to(y.sharding, y.ndim)
+
+
+def over_support(
+    hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, by_token: Any, *, vocabulary: int, **options: Any
+) -> Any:
+    """Sums by row, over ids of all parts, one of them twice, and padding; some without the label."""
+    ids = labels[..., None] + jnp.array([55, 0, 17, 7, 17, 30, 41]) + (by_token < 0.3)[..., None]
+    found = linear_log_probs(
+        hidden, weight, labels, support=jnp.where(ids % 5 == 0, -1, ids % vocabulary), bias=bias, logit_scale=scale,
+        temperature=0.5 + by_token, vocab_size=vocabulary - 3, return_entropy=True, return_hit=True, **options,
+    )  # fmt: skip
+    return jnp.where(found.in_support, found.log_probs, 0.1) + jnp.sin(found.entropy) + found.hit
+
+
+OF_SUPPORT = DIFFERENTIATED[:4]
+
+
+def weighted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Values by row, and gradients of their weighted sum."""
+
+    def run(*given: Any) -> Any:
+        found = function(*given)
+        return jnp.sum(found * jnp.cos(jnp.arange(B * T)).reshape(B, T)), found
+
+    return jax.value_and_grad(run, OF_SUPPORT, has_aux=True)
+
+
+@functools.cache
+def supported(vocabulary: int, low_rank: bool) -> Any:
+    function = functools.partial(over_support, vocabulary=vocabulary, implementation="reference")
+    return weighted(function)(*arrays(vocabulary, True, low_rank))
+
+
+@pytest.mark.nightly(keep=6)
+@pytest.mark.parametrize("scratch", [None, 20_000])
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS, **IDS)
+def test_a_support_inside_shard_map(layout: Layout, checked: bool, scratch: int | None) -> None:
+    layout = layout.with_term(scratch is None)
+    axes = MeshAxes(**layout.axes, grad=None if checked else "outside")
+    local = functools.partial(over_support, vocabulary=layout.vocabulary, mesh_axes=axes, scratch_bytes=scratch)
+    how = {"in_specs": layout.specs, "out_specs": layout.hidden, "check_vma": checked}
+    given, want = arrays(layout.vocabulary, True, layout.low_rank), supported(layout.vocabulary, layout.low_rank)
+    same(jax.jit(weighted(jax.shard_map(local, mesh=mesh(), **how)))(*given), want, 2e-5)
+
+
+def test_a_support_takes_memory_by_rows_and_ids_where_the_vocabulary_is_split() -> None:
+    """A device's part of the logits would be 16 MiB."""
+    n, v, k, on, budget = 512, 8 * 8192, 16, mesh(), 2**20
+
+    def total(hidden: Any, weight: Any, labels: Any, support: Any) -> Any:
+        found = linear_log_probs(hidden, weight, labels, support=support, return_entropy=True, scratch_bytes=budget)
+        return jnp.sum(jnp.where(found.in_support, found.log_probs, 0.0)) + jnp.sum(found.entropy)
+
+    shapes = ((n, 64), jnp.float32, P()), ((v, 64), jnp.float32, P(ALL)), ((n,), jnp.int32, P())
+    given = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, spec))
+        for shape, dtype, spec in (*shapes, ((n, k), jnp.int32, P()))
+    ]
+    compiled = jax.jit(jax.grad(total, (0, 1))).lower(*given).compile()
+    assert f"[{n},{v // 8}]" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes <= budget + 4 * n * 64 + 4 * v // 8 * 64 + 48 * n * k
 
 
 @pytest.mark.nightly(keep=2)
