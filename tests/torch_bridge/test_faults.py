@@ -15,7 +15,9 @@ FORKED = """
 import os, warnings
 import torch
 from torch_bridge import linear_cross_entropy
-warnings.simplefilter("ignore", RuntimeWarning)  # JAX's own, at the fork
+
+told = []
+warnings.showwarning = lambda message, *_: told.append("JAX is multithreaded" in str(message))
 
 def forked(work):
     if (child := os.fork()) == 0:
@@ -32,6 +34,11 @@ before = linear_cross_entropy(*given)
 assert forked(lambda: given[0] + 1) == 0
 assert forked(lambda: linear_cross_entropy(*given)) == 7
 assert torch.equal(before, linear_cross_entropy(*given))
+assert len(list(torch.utils.data.DataLoader([0, 1], num_workers=1))) == 2
+assert not any(told)  # these children compute nothing, or are told
+warnings.simplefilter("always", RuntimeWarning)
+forked(lambda: None)
+assert told.count(True) == 1  # the user's own filter comes first
 """
 
 

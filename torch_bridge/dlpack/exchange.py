@@ -7,6 +7,7 @@ import atexit
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,12 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+# JAX warns at each fork, and each new loader with workers forks. These only load data, and in a child that calls the
+# bridge `check_dense` raises. Whoever started JAX by themselves may call it without the bridge, and needs the warning.
+if not xla_bridge.backends_are_initialized():
+    # Behind the user's own filters, which decide first.
+    warnings.filterwarnings("ignore", r"os\.fork\(\) was called\. .* and JAX is multi", RuntimeWarning, append=True)
 
 _WIDE = {torch.float64: "float64", torch.int64: "int64", torch.uint64: "uint64", torch.complex128: "complex128"}
 
