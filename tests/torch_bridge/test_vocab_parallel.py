@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 
 import pytest
 import torch
@@ -140,6 +141,50 @@ def compare_log_probs_with_the_whole(rank, _):
     torch.testing.assert_close(alone, linear_log_probs(hidden, weight, target), rtol=1e-5, atol=1e-5)
 
 
+def compare_drawn_log_probs_with_float64(rank, _):
+    """Log-probabilities, entropies and all gradients beside stored logits, of parts that are cut anywhere."""
+    for seed in range(61, 65):  # which draw each value below at least once
+        torch.manual_seed(seed)
+        draw = random.Random(seed)
+        cut, size, ignored = draw.randrange(1, VOCABULARY), draw.choice([1, 30]), draw.choice([-100, 3, None])
+        given = {"input": size**0.5 * torch.randn(*TOKENS, WIDTH), "weight": torch.randn(VOCABULARY, WIDTH)}
+        if draw.random() < 0.5:
+            given["linear_bias"] = torch.randn(VOCABULARY)
+        if draw.random() < 0.5:
+            given["logit_scale"] = 0.5 + torch.rand(())
+        if draw.random() < 0.5:
+            given |= {"up": torch.randn(VOCABULARY, 2), "down": torch.randn(2, WIDTH)}
+        softcap = draw.choice([None, 4.0])
+        temperature = draw.choice([1.0, 0.3, torch.tensor(2.5), 0.4 + torch.rand(TOKENS)])
+        target, upstream = torch.randint(-1, VOCABULARY + 1, TOKENS), torch.randn(2, *TOKENS)
+        counts = (target >= 0) & (target < VOCABULARY) & (target != ignored)
+
+        exact = {name: x.double().requires_grad_() for name, x in given.items()}
+        weight = exact["weight"] + (0.7 * exact["up"] @ exact["down"] if "up" in exact else 0.0)
+        z = (exact["input"] @ weight.T + exact.get("linear_bias", 0.0)) * exact.get("logit_scale", 1.0)
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        log_p = (z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)).log_softmax(-1)
+        of_target = log_p.gather(-1, target.clamp(0, VOCABULARY - 1)[..., None])[..., 0]
+        want = torch.stack([of_target, -(log_p.exp() * log_p).sum(-1)]) * counts
+        needed = torch.autograd.grad(want, list(exact.values()), upstream.double())
+
+        mine = (slice(cut), slice(cut, None))[rank]
+        leaves = {n: (x[mine] if x.ndim and len(x) == VOCABULARY else x).clone() for n, x in given.items()}
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        options = {name: leaves[name] for name in ("linear_bias", "logit_scale") if name in leaves}
+        head = leaves["weight"]
+        head = LowRank(head, leaves["up"], leaves["down"], 0.7) if "up" in leaves else head
+        options |= {"temperature": temperature, "logit_softcap": softcap, "ignore_index": ignored}
+        place = {"vocab_start": cut * rank, "vocab_size": VOCABULARY}
+        row = vocab_parallel_log_probs(leaves["input"], head, target, return_entropy=True, **options, **place)
+        got = torch.stack([row.log_prob, row.entropy])
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5, msg=f"{seed}")
+        slopes = torch.autograd.grad(got, list(leaves.values()), upstream)
+        for name, x, y in zip(leaves, slopes, needed, strict=True):
+            y = y[mine] if y.ndim and len(y) == VOCABULARY else y
+            torch.testing.assert_close(x.double(), y, rtol=2e-4, atol=2e-4, msg=f"{seed} {name}")
+
+
 def hold_what_is_not_finite(rank, _):
     """Values and gradients are as in the whole head: of +inf or NaN on one process, and of -inf on one or on both."""
     torch.manual_seed(0)
@@ -178,6 +223,7 @@ def every_check(rank, device):
     compare_with_the_whole(rank, device)
     refuse_parts_that_are_not(rank, device)
     compare_log_probs_with_the_whole(rank, device)
+    compare_drawn_log_probs_with_float64(rank, device)
     compare_parts_with_float64(rank, device)
     hold_what_is_not_finite(rank, device)
 
