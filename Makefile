@@ -37,7 +37,10 @@ test: $(VENV)/.dev  ## run every quality gate (about 10 minutes on two processor
 	@$(MAKE) --no-print-directory --jobs=$(WORKERS) typecheck wheel docs lint
 	@$(MAKE) --no-print-directory pytest
 
-test-all: test test-nightly  ## run the gates and everything that they leave out (an hour)
+# What is drawn, only with more examples.
+test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (three quarters of an hour)
+	@$(MAKE) --no-print-directory test ARGS='-m "not gpu and not nightly and not drawn"'
+	@$(MAKE) --no-print-directory test-nightly
 
 setup: $(VENV)/.dev  ## make the development environment
 
@@ -70,7 +73,7 @@ release: wheel  ## build what a release publishes, where tag, version, changelog
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
 test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
-	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=180 $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=60 $(ARGS)
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=3 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'

@@ -35,7 +35,7 @@ from tests import memory_maps
 
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=6, print_blob=True)
-hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=15)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=12)
 hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=3)
 # For a fault that was planted: whether a test fails, not by which least example.
 hypothesis.settings.register_profile(
