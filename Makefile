@@ -10,6 +10,8 @@ OLDEST := .venv-oldest
 NEWEST_TORCH := .venv-newest-torch
 NEWEST_COMPILE := .venv-newest-compile
 TRAINERS := .venv-trainers
+LEVANTER := .venv-levanter
+EIGHT_DEVICES := XLA_FLAGS=--xla_force_host_platform_device_count=8
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 OF_TORCH := tests/torch_bridge tests/experiments/test_bench_torch.py
 WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
@@ -25,7 +27,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all setup format lint typecheck docs pytest wheel release \
-	test-nightly test-extras test-installs test-gpu bench-check fuzz mutants clean
+	test-nightly test-levanter test-extras test-installs test-gpu bench-check fuzz mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -72,15 +74,19 @@ release: wheel  ## build what a release publishes, where tag, version, changelog
 # Of Triton's table, an architecture times a kind of call, a fifth: each kind on several architectures.
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
-test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
+test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.keras-hub $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=60 $(ARGS)
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=3 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
-	@XLA_FLAGS=--xla_force_host_platform_device_count=8 $(TRAINERS)/bin/python -m pytest -n $(WORKERS) -m nightly tests/flax_modules $(ARGS)
+	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python -m pytest -n $(WORKERS) -m nightly tests/flax_modules $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
 	@$(OLDEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
+
+# Apart from the other trainers: it asks for an older optax, and is 1.8 GB.
+test-levanter: $(LEVANTER)/.dev  ## compare the loss with Levanter's own
+	@$(EIGHT_DEVICES) $(LEVANTER)/bin/python -m pytest -m nightly tests/flax_modules -k test_levanter $(ARGS)
 
 test-extras: wheel  ## show that every extra resolves (two minutes, needs the network)
 	@$(PY) tools/check_extras.py dist
@@ -126,11 +132,17 @@ OPTIONS_newest := dev,experiments --upgrade
 OPTIONS_newest-compile := dev,flax,gpu-compile --upgrade
 OPTIONS_newest-torch := dev,experiments,trl --upgrade
 OPTIONS_trainers := dev,trainers -c $(CONSTRAINTS)
+OPTIONS_levanter := dev,flax marin-levanter -c $(CONSTRAINTS)
 OPTIONS_oldest := dev,experiments -c tools/constraints-oldest.txt
-$(TRAINERS)/.dev: $(CONSTRAINTS)
+$(TRAINERS)/.dev $(LEVANTER)/.dev: $(CONSTRAINTS)
 $(OLDEST)/.dev: tools/constraints-oldest.txt
-$(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.dev $(OLDEST)/.dev: .venv-%/.dev: $(DECLARED)
+$(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.dev $(LEVANTER)/.dev $(OLDEST)/.dev: .venv-%/.dev: $(DECLARED)
 	@tools/setup-environment .venv-$* $(OPTIONS_$*)
+	@touch $@
+
+# Without what it asks for: TensorFlow, which its preprocessors alone need.
+$(TRAINERS)/.keras-hub: $(TRAINERS)/.dev
+	@$(TRAINERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps keras-hub -c $(CONSTRAINTS)
 	@touch $@
 
 comma := ,

@@ -1,0 +1,153 @@
+"""The lines that `docs/coming_from.md` gives for other packages' trainers, run beside these packages' own losses.
+
+`make test-nightly` has Keras Hub and `make test-levanter` Levanter, each with eight devices.
+"""
+
+import contextlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ce
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+VOCAB, FEATURES, ROWS, LENGTH = 96, 16, 8, 12
+AXES = ("fsdp", "tp")
+TOKENS = np.random.default_rng(0).integers(1, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+WEIGHTS = np.random.default_rng(1).integers(0, 3, (ROWS, LENGTH)).astype(np.float32)
+
+
+def lines(section):
+    """The section's first indented block."""
+    text = PAGE.read_text().split(f"\n### {section}\n")[1].split("\n### ")[0]
+    return textwrap.dedent(re.search(r"\n((?:\n|    .*\n)+)", text)[1])
+
+
+def names_of(code, **names):
+    """What the code defines, with these names given."""
+    exec(code, names)
+    return names
+
+
+def assert_same(got, want):
+    """Trees that agree up to float32's rounding, with some entry that is not near zero."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for path, value in jax.tree.leaves_with_path(got):
+        np.testing.assert_allclose(value, dict(jax.tree.leaves_with_path(want))[path], 1e-5, 1e-5, err_msg=str(path))
+    assert any(np.max(abs(x)) > 1e-3 for x in jax.tree.leaves(got))
+
+
+@pytest.fixture(params=[None, (4, 2)], ids=["one device", "fsdp 4 x tp 2"])
+def shape(request):
+    """The mesh's, or None."""
+    if request.param and jax.device_count() < 8:
+        pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    return request.param
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # the package's own
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["all", "weighted"])
+def test_keras(monkeypatch, shape, weights):
+    """Loss and gradients of one step of Keras's own trainer: SGD at rate 1 takes the gradients off."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    keras_hub = pytest.importorskip("keras_hub")
+    import keras
+
+    context = contextlib.nullcontext()
+    if shape:
+        devices = keras.distribution.DeviceMesh(shape, AXES, np.array(keras.distribution.list_devices()))
+        layouts = keras.distribution.LayoutMap(devices)
+        layouts["token_embedding/embeddings"] = ("tp", "fsdp")
+        context = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="fsdp").scope()
+    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": FEATURES, "intermediate_dim": 32, "dropout": 0.0}
+
+    def step(kind):
+        keras.utils.set_random_seed(0)
+        backbone = keras_hub.models.GPT2Backbone(VOCAB, max_sequence_length=LENGTH, **sizes)
+        model = kind(backbone=backbone, preprocessor=None)
+        model.compile(keras.optimizers.SGD(1.0), weighted_metrics=None)
+        before = model.get_weights()
+        inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
+        loss = model.train_on_batch(inputs, np.roll(TOKENS, -1, axis=1), weights)
+        return loss, [old - new for old, new in zip(before, model.get_weights(), strict=True)]
+
+    with context:
+        fused = names_of(lines("Keras"), keras_hub=keras_hub, pallas_ce=pallas_ce)["Fused"]
+        assert_same(step(fused), step(keras_hub.models.GPT2CausalLM))
+
+
+def levanter_model(hax, key=0):
+    """A tied model of Levanter's, and a batch whose last tokens have weights too."""
+    from levanter.models.gpt2 import Gpt2Config
+    from levanter.models.lm_model import LmExample
+
+    config = Gpt2Config(LENGTH, FEATURES, num_layers=1, num_heads=2, gradient_checkpointing=False)
+    axes = hax.Axis("batch", ROWS), hax.Axis("position", LENGTH)
+    example = LmExample(hax.named(jnp.asarray(TOKENS), axes), hax.named(jnp.asarray(WEIGHTS), axes))
+    return config.build(hax.Axis("vocab", VOCAB), key=jax.random.key(key)), example
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # the package's own
+@pytest.mark.parametrize("options", [
+    {}, {"logit_soft_cap": 0.05, "logsumexp_weight": 0.01}, {"reduction": None},
+    {"reduction": "sum", "reduction_axis": "position"}, {"loss_dtype": jnp.bfloat16},
+], ids=lambda options: ", ".join(options) or "defaults")  # fmt: skip
+def test_levanter(shape, options):
+    eqx, hax = pytest.importorskip("equinox"), pytest.importorskip("haliax")
+    lm_model, loss = pytest.importorskip("levanter.models.lm_model"), pytest.importorskip("levanter.models.loss")
+    theirs = lm_model.LmHeadModel.compute_next_token_loss
+    signature = re.search(r"def (compute_next_token_loss\(.*?\)) ->", inspect.getsource(theirs), re.DOTALL)[1]
+    body = textwrap.indent(lines("Levanter"), "    ")
+    known = {**vars(lm_model), "pallas_ce": pallas_ce, "next_token_loss_weight": loss.next_token_loss_weight}
+    ours = names_of(f"def {signature}:\n{body}", **known)["compute_next_token_loss"]
+    if options.get("reduction"):
+        options = {**options, "reduction": hax.sum}
+    model, example = levanter_model(hax)
+
+    def found(function):
+        def scalar(model):
+            value = function(model, example, **options)
+            return jnp.mean(value.array * jnp.linspace(0.5, 1.5, value.array.size).reshape(value.array.shape)), value
+
+        (_, value), gradient = hax.named_jit(eqx.filter_value_and_grad(scalar, has_aux=True))(model)
+        return value, gradient
+
+    mesh = jax.make_mesh(shape or (1, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with hax.partitioning.set_mesh(mesh), hax.axis_mapping({"batch": "fsdp"}):
+        model, example = hax.shard(model, {"vocab": "tp", "embed": "fsdp"}), hax.shard(example)
+        assert_same(found(ours), found(theirs))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["all", "weighted"])
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+def test_lm1b(alpha, weights):
+    """By the definition: a divergence from 1 − α for the label's class and α/(V − 1) for each other."""
+    code = PAGE.read_text().split("\n### Flax's lm1b example\n")[1].split("```python\n")[1].split("```")[0]
+    ours = names_of(code, jnp=jnp, pallas_ce=pallas_ce)
+    rng = np.random.default_rng(2)
+    head = {"kernel": rng.normal(size=(FEATURES, VOCAB)), "bias": rng.normal(size=VOCAB)}
+    hidden, head = jax.tree.map(jnp.float32, (rng.normal(size=(ROWS, LENGTH, FEATURES)), head))
+    each = np.ones_like(WEIGHTS) if weights is None else weights
+
+    def by_definition(hidden, head):
+        logits = hidden @ head["kernel"] + head["bias"]
+        targets = jnp.where(jax.nn.one_hot(TOKENS, VOCAB) > 0, 1 - alpha, alpha / (VOCAB - 1))
+        losses = jnp.sum(jax.scipy.special.kl_div(targets, jax.nn.softmax(logits)), axis=-1)
+        return jnp.sum(losses * each) / each.sum(), jnp.sum((jnp.argmax(logits, axis=-1) == TOKENS) * each)
+
+    def by_page(hidden, head):
+        loss, count = ours["compute_weighted_cross_entropy"]((hidden, head), TOKENS, weights, alpha)
+        hits, same = ours["compute_weighted_accuracy"]((hidden, head), TOKENS, weights)
+        assert count == same == each.sum()
+        return loss / count, hits
+
+    want, got = (jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(hidden, head) for f in (by_definition, by_page))
+    assert_same(got, want)
