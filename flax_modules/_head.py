@@ -224,7 +224,7 @@ class HeadCalls:
         problem = Problem.read(hidden, **self._options(logit_scale))
         batch, head, _ = problem.flat_rows_that_count()
         # Padding is cut from the result and not from the weight, which would be copied for it.
-        values = head.logits(head.prepared(batch))[:, : head.spec.vocab_size]
+        values = head.logits(head.with_low(batch))[:, : head.spec.vocab_size]
         return values.reshape(*problem.leading, head.spec.vocab_size)
 
     def row_statistics(

@@ -82,7 +82,7 @@ class Batch(NamedTuple):
     labels: jax.Array | None = None  # `[...]`, or `[..., K]` for K targets of each row: int32, -1 for no target
     # `[...]` in the accumulator dtype, or None for 1: what the capped logits are multiplied by. A constant.
     inverse_temperature: jax.Array | None = None
-    low: jax.Array | None = None  # `[..., r]` in the compute dtype: what `up` is multiplied by, see `Head.prepared`
+    low: jax.Array | None = None  # `[..., r]` in the compute dtype: what `up` is multiplied by, see `Head.with_low`
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -142,8 +142,8 @@ class Head:
             preferred_element_type=dtype or spec.accumulator,
         )
 
-    def prepared(self, batch: Batch) -> Batch:
-        """The rows, with all that the head's products read of them."""
+    def with_low(self, batch: Batch) -> Batch:
+        """The rows, with what a low-rank term reads of them."""
         if self.down is None or batch.low is not None:
             return batch
         return batch._replace(low=self.matmul(batch.hidden, self.down, (1, 1)).astype(self.spec.dtype))

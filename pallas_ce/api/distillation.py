@@ -87,8 +87,8 @@ def linear_distillation(
     float16 logits there, each as its distance from the largest of a tile, up to 65,504, so that small divergences lose
     digits. So these kernels serve by name only, and XLA is the default on every device.
 
-    Differentiable in `hidden`, `weight`, `bias`, `logit_scale` and `token_weights`, in reverse mode, once. The teacher
-    and the temperature are constants: they get no gradient.
+    Differentiable in `hidden`, `weight`, `bias`, `vocab_scale`, `logit_scale` and `token_weights`, in reverse mode,
+    once. The teacher and the temperature are constants: they get no gradient.
 
     Args:
         hidden: the student's `[..., H]`.

@@ -93,7 +93,9 @@ def linear_cross_entropy(
     return_metrics: bool = False,
     **options: Unpack[CrossEntropyOptions],
 ) -> tuple[Problem]:
-    r"""Cross entropy of `logits = softcap(logit_scale · (hidden·weight + bias))` with `labels`, without storing logits.
+    r"""Cross entropy of a head's logits with `labels`, without storing logits.
+
+        logits = softcap(logit_scale · (vocab_scale·(hidden·weight) + bias))
 
     For a row z with label t, token weight w, class weights c (1 each by default), smoothing α and z-loss factor β:
 

@@ -41,11 +41,13 @@ def linear_row_statistics(
     statistics: Sequence[str] = ("lse", "target_logit"),
     **options: Unpack[StatisticsOptions],
 ) -> tuple[tuple[str, ...], Problem]:
-    r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias)) / temperature`, not stored.
+    r"""Statistics of each row of logits, without storing them.
 
-    Differentiable in `hidden`, `weight`, `bias` and `logit_scale`, in reverse mode, once, with any cotangents: a loss
-    written in plain JAX on top of the statistics trains. The backward recomputes tiles of the logits (`2·N·H·V`
-    operations) beside its two products; the forward keeps O(N) numbers.
+        logits = softcap(logit_scale · (vocab_scale·(hidden·weight) + bias)) / temperature
+
+    Differentiable in `hidden`, `weight`, `bias`, `vocab_scale` and `logit_scale`, in reverse mode, once, with any
+    cotangents: a loss written in plain JAX on top of the statistics trains. The backward recomputes tiles of the logits
+    (`2·N·H·V` operations) beside its two products; the forward keeps O(N) numbers.
 
     Args:
         hidden: `[..., H]` bfloat16, float16, float32 or float64; N rows in all, zero rows included.
@@ -180,10 +182,10 @@ def linear_log_probs(
 ) -> tuple[tuple[str, ...], Problem, jax.Array | None]:
     r"""Log-probabilities of `labels` under `softmax(z)`, without storing logits.
 
-        z = softcap(logit_scale · (hidden·weight + bias)) / temperature,     log p_t = z_t - log Σ_v exp z_v
+        z = softcap(logit_scale · (vocab_scale·(hidden·weight) + bias)) / temperature,   log p_t = z_t - log Σ_v exp z_v
 
-    Differentiable in `hidden`, `weight`, `bias` and `logit_scale`, in reverse mode, once, through everything returned
-    together, with any cotangents: the input of policy-gradient, preference and distillation losses
+    Differentiable in `hidden`, `weight`, `bias`, `vocab_scale` and `logit_scale`, in reverse mode, once, through
+    everything returned together, with any cotangents: the input of policy-gradient, preference and distillation losses
     (`pallas_ce.post_training`). The backward recomputes tiles of logits; the forward keeps O(N) numbers. For a plain
     sum over rows, `linear_loss` takes the cheaper in-forward mode.
 

@@ -98,7 +98,9 @@ def linear_top_k(
     implementation: Implementation | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[int, Problem]:
-    r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
+    r"""The k largest of each row of logits, without storing them.
+
+        logits = softcap(logit_scale · (vocab_scale·(hidden·weight) + bias))
 
     Exact: values, ids and order as `jax.lax.top_k` gives them on the whole row. Ties go to the lowest id, and NaN of
     either sign comes first. The same pass finds the row's log-sum-exp, so that

@@ -1,6 +1,6 @@
 """What a backend fills in: seven functions, what memory is worth to it, and what it may offer besides.
 
-A backend is a module with a folder of its own. It knows nothing of losses, cotangents' origins, masks, chunk loops,
+A backend is a module or a folder. It knows nothing of losses, cotangents' origins, masks, chunk loops,
 differentiation or sharding: the modes in `modes/` bring rows block by block and take statistics or gradients back.
 """
 
@@ -160,7 +160,7 @@ class Backend(Protocol):
         """Bytes that blocks may take where the caller sets no bound: in all, and for each logit.
 
         `alone`: a single block of in_forward, beside what it spares of the weight's sum; 0 if larger blocks gain
-        nothing. Rows should be many where operands are twice as wide, too.
+        nothing. Float32 operands get twice the bytes: their rows are to be as many.
         """
         return (2 if spec.dtype.itemsize > 2 else 1) * default_bytes(spec.vocab_size), spec.accumulator.itemsize
 
@@ -215,8 +215,8 @@ class Backend(Protocol):
     ) -> tuple[Arrays, jax.Array | None]:
         """Products of one block from its stash, before the scale; and the bits of the weight's sum.
 
-        `factor` times the block's share is added to the `sums` for bias and up, `[V', ...]`, and goes where
-        `gradient.weight_sum` says. Its array is in the accumulator dtype or, if it is rounded at once or has bits, the
-        weight's; if it is replaced, the weight's padding stays. See also `empty_sum`. The products by row, for hidden
-        and down, are undefined in rows that are not valid.
+        `factor` times the block's share is added to the `sums` by column, `[V', ...]`, and the weight's goes where
+        `gradient.weight_sum` says. The other `sums` are not read. The weight's array is in the accumulator dtype or, if
+        it is rounded at once or has bits, the weight's; if it is replaced, the weight's padding stays. See also
+        `empty_sum`. The products by row, for hidden and down, are undefined in rows that are not valid.
         """

@@ -126,7 +126,8 @@ def scratch(spec: HeadSpec, mode: Mode | None, tiling: Tiling, tokens: int, spar
     # Elementwise work is fused with its readers. In_forward's logits are the stash's.
     entry = {None: wide, "recompute": wide + narrow, "in_forward": narrow + (0 if tiling.in_place else wide)}[mode]
     # A block's hidden states and their gradient, and a tile of the weight. The weight's gradient is added up in place,
-    # except where a share is rounded first.
+    # except where a share is rounded first, or `vocab_scale`'s gradient is made of it.
     of_rows = narrow + (wide if mode == "in_forward" else 0)
-    of_columns = narrow + (wide if mode == "recompute" or (mode == "in_forward" and alone) else 0)
+    apart = mode == "recompute" or (mode == "in_forward" and (alone or spec.scaled_entries))
+    of_columns = narrow + (wide if apart else 0)
     return kept + entry * rows * columns + (of_rows * rows + of_columns * columns) * spec.width

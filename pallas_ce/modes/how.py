@@ -104,14 +104,20 @@ class How:
         return kept_dtype(spec, dtype) if once else spec.accumulator
 
     def accumulator_bytes(
-        self, spec: HeadSpec, tokens: int, needs_grad: PerInput[bool], hidden: np.dtype, total: WeightSum, plan: Plan
+        self,
+        spec: HeadSpec,
+        tokens: int,
+        needs_grad: PerInput[bool],
+        hidden_dtype: np.dtype,
+        weight_sum: WeightSum,
+        plan: Plan,
     ) -> int:
         """Bytes of the sums that live beside the gradients; recompute finishes the weight's tile by tile."""
         wide, size, needed = spec.accumulator.itemsize, spec.hidden_size, needed_products(needs_grad, spec.rank)
-        of_weight = total.bytes * (plan.rows < tokens) if total.bytes else spec.weight_rows * size * wide
+        of_weight = weight_sum.bytes * (plan.rows < tokens) if weight_sum.bytes else spec.weight_rows * size * wide
         numbers = spec.weight_rows * (needed.bias + needed.vocab_scale + spec.rank * needed.up)
         numbers += spec.rank * (tokens * needed.down + size * needs_grad.down)
-        of_rows = tokens * size * needed.hidden * hidden.itemsize
+        of_rows = tokens * size * needed.hidden * hidden_dtype.itemsize
         return numbers * wide + of_rows + of_weight * (self.mode == "in_forward" and needed.weight)
 
     def weight_sum(
@@ -256,7 +262,7 @@ def decide(
     def refusal(name: str) -> str | None:
         if name in lacking:
             return f"it {work.otherwise}"
-        if spec.scaled_entries and select.for_cuda(name):
+        if (spec.scaled_entries or (teacher and teacher.scaled_entries)) and select.for_cuda(name):
             return "its kernels know no scale for each vocabulary entry; use 'xla'"
         return (
             work.refusal(name, spec, rows) if teacher is None else refusal_of_pair(name, (spec, teacher), scratch_bytes)

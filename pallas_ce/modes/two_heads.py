@@ -175,7 +175,7 @@ def _block(
 ) -> Block:
     """From rows with the teacher's hidden states first among the others, and the device's columns of both heads."""
     head, teacher = heads
-    of_teacher = teacher.prepared(Batch(rows.more[0]))
+    of_teacher = teacher.with_low(Batch(rows.more[0]))
     tiles = Tiles(head.spec.vocab_size, plan.columns, head.valid_columns)
     given = divergence, rows.batch, of_teacher, head, teacher, tiles
     kernels = how.backend.pairs

@@ -246,7 +246,7 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
 
     products = product(hidden, own.weight, axis)
     if own.up is not None:
-        products = products + product(present(head.prepared(Batch(hidden)).low), own.up, 0)
+        products = products + product(present(head.with_low(Batch(hidden)).low), own.up, 0)
     own_bias = None if own.bias is None else jnp.where(mask, own.bias, 0)
     target = head.cap(jnp.where(mask, products, 0), own_bias)
     # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.

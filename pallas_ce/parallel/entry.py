@@ -102,7 +102,7 @@ def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head:
         rows, head = shards.enter(flat_rows(leading, rows), head)
         of_shared = dataclasses.replace(shards, handed_whole=how.shards is None)  # by the partitioner
         shared = tuple(of_shared.own_columns(x) if isinstance(x, Head) else x for x in shared)
-        local = Local(shards, rows._replace(batch=head.prepared(rows.batch)), head, sums)
+        local = Local(shards, rows._replace(batch=head.with_low(rows.batch)), head, sums)
         cuda, *others = (functools.partial(operation, variant) for variant in how.variants(local))
         if others:  # both are traced and must return the same types; only one is lowered
             by_row, of_head = lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])

@@ -114,10 +114,10 @@ class Shards:
         if spec.vocab_size < size * axis_size(self.vocabulary):
             valid = jnp.clip(spec.vocab_size - start, 0, size)
 
-            def zeroed(x: jax.Array) -> jax.Array:
+            def without_padding(x: jax.Array) -> jax.Array:
                 return jnp.where(spread(jnp.arange(size), x) < valid, x, jnp.zeros((), x.dtype))
 
-            read = jax.tree.map(zeroed, read)
+            read = jax.tree.map(without_padding, read)
         return dataclasses.replace(head, logit_weights=u, valid_columns=valid, **read)
 
     def _start(self, local: Head) -> jax.Array:

@@ -13,8 +13,9 @@ tiles are measured from m alone, and l goes into the coefficients (`measured_fro
     A' = e^{-l}·(A - B·l),  B' = e^{-l}·B,  C' = e^{-2l}·C,  G' = e^{-l}·G,  H' = H - l
 
 A row with K targets has K of D, and repeated targets add up. Logits are
-`z = softcap(scale·(hidden·weight + bias)) / T`: `Coefficients` are divided by T and so belong to the capped logits,
-`dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and the scale is applied in float32 at the end.
+`z = softcap(scale·(vocab_scale·(hidden·weight) + bias)) / T`: `Coefficients` are divided by T and so belong to the
+capped logits, `dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and the scale is applied in float32 at the
+end.
 """
 
 from typing import Any

@@ -106,6 +106,22 @@ def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...], implementatio
     assert all(f"u8[{132 * binding.SCRATCH_BYTES}]" in line for line in launches)
 
 
+@pytest.mark.nightly
+def test_the_gradient_of_a_vocab_scale_stays_within_the_scratch() -> None:
+    hidden, weight, labels, scale = h200.arrays(
+        *_arguments((2048, 4096, 131072), jnp.bfloat16), jax.ShapeDtypeStruct((131072,), jnp.float32)
+    )
+    options: dict[str, Any] = {"implementation": "xla", "backward": "in_forward"}
+
+    def loss(hidden: jax.Array, scale: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_cross_entropy(hidden, weight, labels, vocab_scale=scale, **options)
+
+    compiled, _ = h200.compile_for_h200(jax.grad(loss, argnums=(0, 1)), hidden, scale, weight, labels)
+    memory = compiled.memory_analysis()
+    told = explain(hidden, weight, vocab_scale=scale, differentiate=("hidden", "vocab_scale"), **options)
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.1 * told.peak_bytes
+
+
 @pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     ("implementation", "name", "backward"),

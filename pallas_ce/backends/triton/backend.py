@@ -74,11 +74,11 @@ class TritonPairs(Pairs):
         )
 
     def plan(self, heads: Heads, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
-        """As many rows as fit, with all columns; in the backward all rows if that leaves columns enough."""
+        """The fewest blocks of rows, with all columns; in the backward all rows if that leaves columns enough."""
         columns, scratch = heads[0].vocab_size, functools.partial(_scratch_of_pair, heads, mode)
         if mode is not None:
             return _recompute_plan(heads[0], tokens, scratch_bytes, scratch, min(_STEP, columns))
-        rows = even_blocks(tokens, _STEP, lambda rows: scratch(rows, columns) <= scratch_bytes)
+        rows = _blocks(tokens, lambda rows: scratch(rows, columns) <= scratch_bytes)
         return Plan(rows, columns, scratch(rows, columns), columns, skips_rows=True)
 
     def logits(
@@ -122,7 +122,7 @@ class TritonBackend(KernelBackend):
         return _scratch(spec, mode, 1, 1)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
-        """As many rows as fit, all of them best; all columns, except in the recompute mode."""
+        """The fewest blocks of rows, about equal; all columns, except in the recompute mode."""
         columns = spec.vocab_size
         if mode == "recompute":
             return _recompute_plan(spec, tokens, scratch_bytes, functools.partial(_scratch, spec, mode))
@@ -140,8 +140,7 @@ class TritonBackend(KernelBackend):
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
             if spared >= _SPARED * most:
                 most, of_row = spared, of_row - stash
-        rows = even_blocks(tokens, _STEP, lambda rows: rows <= most)
-        rows = _STEP if rows < _STEP <= most else rows
+        rows = _blocks(tokens, lambda rows: rows <= most)
         unaligned = mode == "in_forward" and spec.dtype.itemsize == 2 and columns % _ALIGNED
         slower = f"XLA multiplies stored rows fast where V is a multiple of {_ALIGNED}" if unaligned else None
         return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, slower=slower, skips_rows=mode is None)
@@ -176,6 +175,12 @@ def _device_refusal() -> str | None:
         f"its table has tiles for compute capability {served}, and this device is of "
         f"{capability // 10}.{capability % 10}; use 'xla'"
     )
+
+
+def _blocks(tokens: int, fits: Callable[[int], bool]) -> int:
+    """Rows of the fewest blocks that fit, about equal, but if _STEP fit no fewer, which fill tiles."""
+    rows = even_blocks(tokens, _STEP, fits)
+    return _STEP if rows < _STEP < tokens and fits(_STEP) else rows
 
 
 def _recompute_plan(

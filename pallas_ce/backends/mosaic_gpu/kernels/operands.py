@@ -93,7 +93,7 @@ def operands(
     product = Product(config, *blocks, spec.hidden_size, right_axis=spec.vocab_axis, rank=spec.rank)
     matrices: tuple[jax.Array, ...] = padded(apart(hidden.astype(spec.dtype))), weight
     if head.up is not None:  # a low-rank term's operands, laid out like hidden states and weight, in whole steps
-        low, rank = present(head.prepared(Batch(hidden)).low), round_up(spec.rank, STEP)
+        low, rank = present(head.with_low(Batch(hidden)).low), round_up(spec.rank, STEP)
         up = pad(head.up.astype(spec.dtype), (spec.weight_rows, rank))
         low = pad(low, (round_up(rows, ROW_MULTIPLE), rank))
         matrices += apart(low), apart(up if spec.vocab_axis == 0 else up.T)
