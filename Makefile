@@ -76,11 +76,11 @@ release: wheel  ## build what a release publishes, where tag, version, changelog
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
 test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.keras-hub $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=60 $(ARGS)
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=3 $(WITHOUT_TORCH) $(ARGS)
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=2 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
-	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python -m pytest -n $(WORKERS) -m nightly tests/flax_modules $(ARGS)
+	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python -m pytest -n $(WORKERS) -m nightly --cases=4 tests/flax_modules $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
 	@$(OLDEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
 

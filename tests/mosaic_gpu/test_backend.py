@@ -24,16 +24,11 @@ QUICK = [
     ("every option, transposed", "recompute"),
     ("float16 in blocks", "in_forward"),
     ("products by kernels in blocks", "in_forward"),
-    ("tiles, the last one narrower", "recompute"),
     ("blocks and tiles, transposed", "recompute"),
     ("a weighted shard", "in_forward"),
     ("a term under a cap", "recompute"),
     ("narrow sums", "in_forward"),
-    ("entries far below", "in_forward"),
-    ("three SMs", "statistics"),
     ("wider tiles", "statistics"),
-    ("wide tiles", "in_forward"),
-    ("seven SMs", "recompute"),
 ]
 
 

@@ -133,7 +133,7 @@ BUDGETS = [
 ]
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_memory_and_parts_of_a_loss_and_its_gradients(budget: Budget) -> None:
     """`explain` predicts the memory."""
@@ -159,7 +159,7 @@ def test_memory_and_parts_of_a_loss_and_its_gradients(budget: Budget) -> None:
     assert all(re.search(named, line) for line in text.splitlines() if "mosaic_gpu_v2" in line)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @both_modes
 @pytest.mark.parametrize(("place", "missing"), [(0, "for_weight"), (1, "for_hidden")])
 def test_what_is_frozen_has_neither_product_nor_buffer(place: int, missing: str, mode: str) -> None:
@@ -180,7 +180,7 @@ def test_few_rows_take_few_kernels_beside_ours() -> None:
     assert len(launched) <= 9, launched
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("n", "v"), [(8192, 131072), (32768, 32768)])
 @pytest.mark.parametrize(("mode", "places"), [("in_forward", (0, 1)), ("recompute", (0, 1)), ("auto", ())])
 def test_the_device_chooses_and_the_host_is_never_told(mode: str, places: tuple[int, ...], n: int, v: int) -> None:
@@ -230,7 +230,7 @@ def kernels_of(text: str) -> set[str]:
     return {name for line in calls for name in re.findall(r'op_name="[^"]*/pallas_ce_(\w+)', line)}
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mode", "kernels"), [("in_forward", 3), ("recompute", 4)])
 def test_kernels_that_a_program_uses_twice_are_compiled_once(mode: str, kernels: int) -> None:
     loss = loss_of(mode)
@@ -241,6 +241,7 @@ def test_kernels_that_a_program_uses_twice_are_compiled_once(mode: str, kernels:
     assert clean(jax.value_and_grad(twice, argnums=(0, 1)), *h200.of_head(8192, 131072, 4096)).kernels == kernels
 
 
+@pytest.mark.nightly
 def test_a_kernel_is_the_same_in_the_next_program() -> None:
     def kernels(factor: float) -> set[str]:
         jax.clear_caches()
@@ -261,7 +262,7 @@ def test_a_stored_program_holds_its_kernels_machine_code() -> None:
     assert entry in h200.compile_for_h200(loss, *given)[0].runtime_executable().serialize()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @both_modes
 @pytest.mark.parametrize(("dtype", "axis"), [(jnp.float16, 0), (jnp.bfloat16, 1), (jnp.float16, 1)])
 def test_gradients_in_either_dtype_and_layout(dtype: Any, axis: int, mode: Any) -> None:
@@ -370,7 +371,7 @@ def test_kernels(
     assert memory.temp_size_in_bytes <= PARTIALS_BYTES + 8 * MIB
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("config", product_kernel._TILES)

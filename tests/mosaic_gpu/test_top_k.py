@@ -88,7 +88,7 @@ def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, An
     assert_top_k(found, z, k, temperature, mask, float(np.finfo(np.float32).eps), cap_error)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("n", "v", "h", "axis", "scratch"),
     [

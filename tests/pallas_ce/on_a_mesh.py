@@ -191,7 +191,7 @@ REPORTED = {
 }
 
 
-@pytest.mark.nightly(keep=10)
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize(
     ("case", "name"),
     [

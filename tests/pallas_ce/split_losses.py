@@ -113,7 +113,7 @@ IN_PART = (
 )
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize(
     ("layout", "inside"),
@@ -177,7 +177,7 @@ def divergence_of(layout: Layout, **options: Any) -> Any:
     return jax.jit(gradients(function))(*two_heads(layout)[0])
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("divergence", DISTILLATIONS)
@@ -201,7 +201,7 @@ def test_a_divergence_inside_shard_map(layout: Layout, divergence: Any, inside: 
     same(jax.jit(differentiated(local, layout.only_rows, specs, DIFFERENTIATED, inside, checked))(*given), want, 2e-5)
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", KINDS, **IDS)
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)
 @pytest.mark.parametrize("name", [*MODES, "jsd", "support"])
@@ -260,7 +260,7 @@ def supported(vocabulary: int, low_rank: bool) -> Any:
     return weighted(function)(*arrays(vocabulary, True, low_rank))
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("scratch", [None, 20_000])
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)

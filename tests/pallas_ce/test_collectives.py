@@ -97,7 +97,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "mode", "gpus"),
@@ -140,7 +140,7 @@ def test_inside_shard_map_a_weight_is_gathered_once_and_its_gradient_scattered_i
     assert large_collectives(text, n, 2) == [("all-gather", "bf16", V * H), ("reduce-scatter", "bf16", tile * H // 2)]
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "known"), [(None, True), (None, False), ("triton", True)])
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])

@@ -89,7 +89,7 @@ def _on_the_cpu(shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...]
     _check(compiled, arguments, needed, **options)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...], implementation: Any) -> None:
@@ -122,7 +122,7 @@ def test_the_gradient_of_a_vocab_scale_stays_within_the_scratch() -> None:
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.1 * told.peak_bytes
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("implementation", "name", "backward"),
     [*itertools.product(("mosaic_gpu", "triton"), ("mapped", "scanned"), ("in_forward", "recompute")),
@@ -161,7 +161,7 @@ def test_few_ragged_tiles_on_an_h200_are_not_alive_together(backward: Any, neede
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.05 * told.peak_bytes
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("backward", "products"), [("in_forward", 3), ("recompute", 4)])
 @pytest.mark.parametrize(("vocab_size", "tiles_apart"), [(131072, False), (151936, True)])
 def test_an_h200s_products_read_and_write_in_place(

@@ -166,7 +166,7 @@ def serving(gpu: str, name: str, dtype: Any = jnp.bfloat16) -> set[str]:
     return {"mosaic_gpu"} if dtype == jnp.bfloat16 or "stored" in name else set()
 
 
-@pytest.mark.nightly(keep=9)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("gpu", [HOPPER, pytest.param(AMPERE, marks=needs_triton), None], indirect=True)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(name: str, gpu: str | None) -> None:

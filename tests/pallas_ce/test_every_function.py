@@ -47,7 +47,7 @@ def _compiled(name: str, **fixed: Any) -> Any:
     return run
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=4)
 @every_function
 def test_any_leading_shape(name: str) -> None:
     function, shape = by_row(name), (2, 3, 2)
@@ -61,6 +61,7 @@ def test_any_leading_shape(name: str) -> None:
             assert x.shape == (*leading, *y.shape[1:])
 
 
+@pytest.mark.nightly(keep=6)
 @every_function
 def test_rows_that_do_not_count_may_hold_anything_and_get_nothing(name: str) -> None:
     counts, run = np.asarray(LABELS) >= 0, _compiled(name)
@@ -76,7 +77,7 @@ def test_rows_that_do_not_count_may_hold_anything_and_get_nothing(name: str) -> 
     assert not any(np.any(x) for x in floating(nothing))
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("name", [name for name in HEADS if not name.startswith(("linear_sample", "linear_top_k"))])
 def test_float64_is_served_in_float64(name: str) -> None:
     with jax.enable_x64(True):
@@ -113,6 +114,7 @@ def test_no_tokens_have_loss_zero_and_no_gradient(name: str) -> None:
     assert not np.any(d_weight)
 
 
+@pytest.mark.nightly(keep=6)
 @every_function
 def test_rows_that_do_not_count_cost_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "sampled_softmax":
@@ -148,7 +150,7 @@ def _closed(name: str, implementation: Any, count: int, *sides: str) -> Any:
     return _compiled(name, scratch_bytes=scratch, **chosen)(HIDDEN, WEIGHT, FEW, **options)
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=5)
 @every_way
 def test_entries_of_minus_infinity_are_as_if_they_were_not_there(name: str, implementation: Any) -> None:
     found, gradients = _closed(name, implementation, 17)
@@ -156,7 +158,7 @@ def test_entries_of_minus_infinity_are_as_if_they_were_not_there(name: str, impl
     assert not np.any(gradients[1][17:])
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=5)
 @every_way
 def test_rows_without_a_distribution_have_gradient_zero(name: str, implementation: Any) -> None:
     found, gradients = _closed(name, implementation, 0)
@@ -166,7 +168,7 @@ def test_rows_without_a_distribution_have_gradient_zero(name: str, implementatio
             np.testing.assert_array_equal(getattr(found, field), np.where(FEW < 0, 0, want), err_msg=field)
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(
     ("name", "side", "count", "want"),

@@ -45,7 +45,7 @@ def test_triton_refuses_a_large_rank_by_name() -> None:
         linear_cross_entropy(hidden, LowRank(*of_weight), LABELS, implementation="triton")
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla", "triton"])

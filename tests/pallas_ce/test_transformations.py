@@ -149,7 +149,7 @@ def transformed(loss: Loss, transformation: str) -> Any:
     return jax.jit(lambda: TRANSFORMATIONS[transformation](loss))()
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize(("name", "transformation"), CASES)
 def test_a_transformed_loss_is_that_of_stored_logits(name: str, transformation: str) -> None:
     got, want = (transformed(loss, transformation) for loss in LOSSES[name])

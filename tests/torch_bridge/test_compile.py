@@ -88,7 +88,7 @@ def assert_as_eager(compiled, function, sizes, rtol, atol):
         torch.testing.assert_close(value_and_gradients(compiled, *given), want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [(name, None) for name in FUNCTIONS if "policy" not in name and name != "shift"]
@@ -143,7 +143,7 @@ def test_the_operator_of_stored_logits_passes_torchs_own_checks(mean, inplace):
     torch.library.opcheck(OPERATORS.materialized_row_statistics.default, arguments)
 
 
-@pytest.mark.nightly(keep=9)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize(
     "name", [*MODES, "log_probs", "log_probs, several", "log_probs, support", "row_statistics", "two"]
 )

@@ -223,11 +223,13 @@ def every_check(rank, device):
     compare_with_the_whole(rank, device)
     refuse_parts_that_are_not(rank, device)
     compare_log_probs_with_the_whole(rank, device)
-    compare_drawn_log_probs_with_float64(rank, device)
     compare_parts_with_float64(rank, device)
     hold_what_is_not_finite(rank, device)
 
 
 @pytest.mark.slow
-def test_two_parts_have_the_loss_and_gradients_of_the_whole_and_other_parts_are_refused():
-    processes.run(every_check)
+@pytest.mark.parametrize(
+    "checks", [every_check, pytest.param(compare_drawn_log_probs_with_float64, marks=pytest.mark.nightly)]
+)
+def test_two_parts_have_the_loss_and_gradients_of_the_whole_and_other_parts_are_refused(checks):
+    processes.run(checks)

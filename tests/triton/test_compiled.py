@@ -154,7 +154,7 @@ def test_no_product_spills_or_is_too_large(
     assert MULTIPLIES[capability // 10] in built.asm["ptx"]
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
     ("capability", "case"),
     list(itertools.product(configs.NARROW, CASES)),
@@ -226,7 +226,7 @@ def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest
         binding.compiled(kernel_of("forward", "plain", 0, jnp.bfloat16, 8192, None))
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl"])
 def test_programs_of_two_heads_read_stored_logits_without_storing_more(divergence: Any) -> None:
     """XLA fuses all that it makes of them into passes over the two, in float32 stored nowhere."""
