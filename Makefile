@@ -1,9 +1,10 @@
 # Every command of the project. `make train` and `make test` are all a newcomer needs: each makes its own environment.
 # Options: EXTRA=cuda12|cuda13 for a GPU (in an environment of its own), ARGS="..." for the command that runs,
 # PYTHON=/path/to/python for the interpreter of a new environment (searched for by default), WORKERS=2 test processes,
-# MINUTES=5 of fuzzing.
+# MINUTES=5 of fuzzing, CASES=12 of each test that the gates leave out.
 WORKERS ?= 2
 MINUTES ?= 5
+CASES ?= 12
 VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
@@ -75,7 +76,7 @@ release: wheel  ## build what a release publishes, where tag, version, changelog
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
 test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.keras-hub $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
-	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=60 $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=$(CASES) $(ARGS)
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=2 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
