@@ -1,10 +1,10 @@
 # Every command of the project. `make train` and `make test` are all a newcomer needs: each makes its own environment.
 # Options: EXTRA=cuda12|cuda13 for a GPU (in an environment of its own), ARGS="..." for the command that runs,
 # PYTHON=/path/to/python for the interpreter of a new environment (searched for by default), WORKERS=2 test processes,
-# MINUTES=5 of fuzzing, CASES=12 of each test that the gates leave out.
+# MINUTES=5 of fuzzing, CASES=4 of each test that the gates leave out.
 WORKERS ?= 2
 MINUTES ?= 5
-CASES ?= 12
+CASES ?= 4
 VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
@@ -41,7 +41,7 @@ test: $(VENV)/.dev  ## run every quality gate (about 10 minutes on two processor
 	@$(MAKE) --no-print-directory pytest
 
 # What is drawn, only with more examples.
-test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (three quarters of an hour)
+test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (an hour)
 	@$(MAKE) --no-print-directory test ARGS='-m "not gpu and not nightly and not drawn"'
 	@$(MAKE) --no-print-directory test-nightly
 
@@ -77,7 +77,7 @@ release: wheel  ## build what a release publishes, where tag, version, changelog
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
 test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.keras-hub $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=$(CASES) $(ARGS)
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=2 $(WITHOUT_TORCH) $(ARGS)
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=1 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
