@@ -90,7 +90,7 @@ def _scanned(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The mean over two steps that are equal."""
 
     def mean(arrays: Any) -> Any:
-        start = jnp.zeros((), jax.tree.leaves(arrays)[0].dtype)
+        start = jnp.zeros((), jax.eval_shape(loss, arrays).dtype)
         return jax.lax.scan(lambda total, _: (total + loss(arrays) / 2, None), start, length=2)[0]
 
     return mean
