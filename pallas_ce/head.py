@@ -185,7 +185,8 @@ class Head:
         """What the soft cap keeps the logits' size below: `c`, `c/T [n, 1]` under row temperatures, or None."""
         if self.spec.softcap is None or inverse_temperature is None:
             return self.spec.softcap
-        return self.spec.softcap * inverse_temperature[:, None]
+        # 0 in a row that is not there: the cap's slope divides by the bound.
+        return self.spec.softcap * jnp.where(inverse_temperature == 0, 1, inverse_temperature)[:, None]
 
     def tile_logits(self, batch: Batch, tile: Tile) -> jax.Array:
         """Logits `[n, c]` for one tile, columns that are not valid included."""

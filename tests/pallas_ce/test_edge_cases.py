@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_ce import linear_loss
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, library_loss, library_results
 from tests.pallas_ce.problems import STORED, WAYS, Problem, make
@@ -68,3 +69,22 @@ def test_metrics_describe_the_call(implementation: str) -> None:
         np.testing.assert_allclose(metrics.mean_lse, logits.lse[counts].mean(), rtol=1e-5)
     gradient = jax.grad(lambda h: library_loss(p, {**p.arrays, "hidden": h}, return_metrics=True)[1].mean_lse)
     assert not np.any(gradient(jnp.asarray(p.arrays["hidden"])))
+
+
+def assert_no_row_gives_gradients_of_zero(implementation: Any, backward: Any, dtype: Any) -> None:
+    """Row temperatures are read as 0 where a block holds no row, and the slope of a cap divides by them."""
+    hidden, weight = jnp.ones((1, 32), dtype), jnp.full((64, 32), 0.01, dtype)
+
+    def loss(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        return linear_loss(
+            lambda row: row.lse, hidden, weight, jnp.array([-100]), temperature=jnp.array([2.0]), logit_softcap=3.0,
+            implementation=implementation, backward=backward,
+        )  # fmt: skip
+
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, weight):
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_a_capped_row_at_a_temperature_that_does_not_count_has_gradients_of_zero(backward: Any) -> None:
+    assert_no_row_gives_gradients_of_zero("xla", backward, jnp.float32)

@@ -11,13 +11,22 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_ce import linear_row_statistics
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Choice, Config
-from tests.pallas_ce import kernel_cases, spoilt, test_contract, test_distillation, test_every_function, test_not_finite
+from tests.pallas_ce import (
+    kernel_cases,
+    spoilt,
+    test_contract,
+    test_distillation,
+    test_edge_cases,
+    test_every_function,
+    test_not_finite,
+)
 from tests.pallas_ce.cases import CASES, DISTILLATIONS, Sizes
 from tests.pallas_ce.checks import (
     assert_near_oracle,
@@ -208,3 +217,8 @@ SPOILT = [
 def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, way: Any, seed: int, dtype: str) -> None:
     s = Sizes(rows=20, width=8, classes=70, padded=72, scratch_bytes=None, dtype=dtype)
     spoilt.check(CASES[name], s, way, seed)
+
+
+@both_modes
+def test_a_capped_row_at_a_temperature_that_does_not_count_has_gradients_of_zero(backward: Any) -> None:
+    test_edge_cases.assert_no_row_gives_gradients_of_zero("triton", backward, jnp.float16)

@@ -235,7 +235,8 @@ def head_kernel(  # type: ignore[no-untyped-def]
             if CAP is not None:
                 ratio = z * (1.0 / CAP)
                 if inverse_temperature is not None:
-                    ratio /= _by_row(inverse_temperature, rows, ROWS)
+                    inverse = _by_row(inverse_temperature, rows, ROWS)
+                    ratio /= tl.where(inverse == 0.0, 1.0, inverse)  # 0 in a row that is not there
                 dz *= 1.0 - ratio * ratio
             if MASKED:
                 dz = tl.where((counts & (columns >= first))[None, :], dz, 0.0)
