@@ -206,7 +206,7 @@ def test_a_divergence_inside_shard_map(layout: Layout, divergence: Any, inside: 
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)
 @pytest.mark.parametrize("name", [*MODES, "jsd", "support"])
 def test_gradients_lie_as_their_arrays(name: str, layout: Layout, kind: AxisType) -> None:
-    """A divergence's, a support's, and those that are added to sums in a mode; repeats are equal in every bit."""
+    """A divergence's, a support's, and sums in either mode; repeats are equal in every bit."""
     explicit, on = kind == AxisType.Explicit, mesh(kind)
     given, specs = two_heads(layout)
     if name == "jsd":

@@ -178,7 +178,7 @@ def _device_refusal() -> str | None:
 
 
 def _blocks(tokens: int, fits: Callable[[int], bool]) -> int:
-    """Rows of the fewest blocks that fit, about equal, but if _STEP fit no fewer, which fill tiles."""
+    """Rows of the fewest blocks that fit, about equal, and at least _STEP if so large a block fits: it fills tiles."""
     rows = even_blocks(tokens, _STEP, fits)
     return _STEP if rows < _STEP < tokens and fits(_STEP) else rows
 
