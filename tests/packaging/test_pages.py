@@ -54,14 +54,18 @@ def test_the_examples_of_a_page_run(page):
 
 
 @pytest.mark.parametrize(("start", "section"), [pytest.param(*x, id=x[1].split("\n")[0]) for x in SECTIONS])
-def test_a_section_of_coming_from_runs_with_its_own_framework_alone(monkeypatch, start, section):
-    """With its part's first block."""
+def test_a_section_of_coming_from_runs_with_its_own_framework_alone(start, section):
+    """With its part's first block, in whatever order tests run: only what the blocks themselves import is looked at."""
     if lacking := missing(start + section):
         pytest.skip(f"needs {', '.join(lacking)}")
     own = {"torch", "torch_bridge"} if start.startswith("In PyTorch") else {"jax.numpy"}
-    for other in FRAMEWORKS - own - set(section.split()[:1]):
-        monkeypatch.setitem(sys.modules, other, None)  # an import of it fails
-    namespace = {}
+    others = tuple(f"{name}." for name in FRAMEWORKS - own - set(section.split()[:1]))
+
+    def import_own(name, *args):
+        assert not f"{name}.".startswith(others), f"a block imports {name}"
+        return __import__(name, *args)
+
+    namespace = {"__builtins__": vars(builtins) | {"__import__": import_own}}
     for block in python_blocks(start + section):
         exec(block, namespace)
 
