@@ -3,12 +3,13 @@
 Sections, each a result file:
 
     log_probs  log-probability and entropy: forward, and forward+backward with different upstream weights for the two
+    support    log-probabilities over K ids of each row: forward, and with all gradients
     top_k      the 64 largest logits of each row and their log-probabilities
     given      cross entropy of logits at hand and its gradient, in their buffer ("donated") and not, at 8192 × 131072
     distillation  each divergence of two heads by Triton and by XLA, and with the student's gradients ("both"): as a
                ratio to the two products of their logits, and to six; also with a teacher of twice the width, N 8192
 
-The first two at N 16384, V 131072, H 4096 in bfloat16, timed on the device in turn with the bare matrix products:
+The first three at N 16384, V 131072, H 4096 in bfloat16, timed on the device in turn with the bare matrix products:
 forwards as a ratio to the product `hidden·weightᵀ`, forward+backward to that and the two gradient products.
 `given` is limited by memory: the bytes a
 second that two reads and a write of the logits amount to (a forward: one read), as a share of what a copy reaches.
@@ -38,6 +39,7 @@ from pallas_ce.backends.protocol import Implementation
 
 _SHAPE = (16384, 131072, 4096)
 _K = 64
+_SUPPORTS = (64, 1024)
 
 
 def log_probs(serve: Serve, _: Shape) -> dict[str, Program]:
@@ -53,6 +55,19 @@ def log_probs(serve: Serve, _: Shape) -> dict[str, Program]:
         return total
 
     return {"forward": forward, "both": both(weighted)}
+
+
+def support(serve: Serve, shape: Shape) -> dict[str, Program]:
+    """Log-probabilities within K ids of each row, its label and others spread over the vocabulary, and all gradients."""
+
+    def summed(k: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        _, v, _ = shape
+        ids = (labels[:, None] + v // k * jnp.arange(k)) % v
+        found = linear_log_probs(hidden, weight, labels, support=ids, implementation=serve("mosaic_gpu"))
+        return jnp.sum(found.log_probs)
+
+    programs = {f"K {k}": functools.partial(summed, k) for k in _SUPPORTS}
+    return {f"{FORWARD} {k}": program for k, program in programs.items()} | {k: both(p) for k, p in programs.items()}
 
 
 def top_k(serve: Serve, _: Shape) -> dict[str, Program]:
@@ -165,6 +180,7 @@ def measure_pairs(width: int, shape: Shape, contenders: dict[str, Program], roun
 
 SECTIONS = {
     "log_probs": [Case("log_probs", _SHAPE, log_probs)],
+    "support": [Case("support", _SHAPE, support)],
     "top_k": [Case("top_k", _SHAPE, top_k)],
     "given": [Case("given", (8192, 131072, 1), of_stored, measure_stored)],
     "distillation": [

@@ -36,7 +36,7 @@ def dry_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
     ("name", "sections", "timed"),
     [
         pytest.param("gpu_head", list(SECTIONS), False, marks=pytest.mark.nightly),
-        ("gpu_losses", ["log_probs", "top_k"], False),
+        ("gpu_losses", ["log_probs", "support", "top_k"], False),
         ("gpu_losses", ["given"], True),
         pytest.param("gpu_losses", ["distillation"], True, marks=pytest.mark.nightly),
         ("paper_table", [], False),
