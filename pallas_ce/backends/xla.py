@@ -116,8 +116,9 @@ class XlaBackend(Backend):
                 made, kept = put(tile := tiles.tile(i), carry[1])
                 return merge(carry[0], partial(tile, made)), kept
 
-            made, kept = put(first := tiles.tile(0), kept)
-            return fori_loop(1, tiles.count, both, (partial(first, made), kept))
+            first = tiles.tile(0)
+            none = without_columns(jax.eval_shape(lambda: partial(first, head.tile_logits(batch, first))))
+            return fori_loop(0, tiles.count, both, (none, kept))
 
         # A product that nothing else reads is written in place; one that is, XLA makes twice on a GPU.
         kept = tiles.for_each(lambda tile, kept: put(tile, kept)[1], kept)
