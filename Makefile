@@ -143,7 +143,7 @@ $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.dev $(LE
 
 # Without what it asks for: TensorFlow, which its preprocessors alone need.
 $(TRAINERS)/.keras-hub: $(TRAINERS)/.dev
-	@$(TRAINERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps keras-hub -c $(CONSTRAINTS)
+	@$(TRAINERS)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps keras-hub -c $(CONSTRAINTS)
 	@touch $@
 
 comma := ,

@@ -96,7 +96,7 @@ def follow(source: Path, constraints: str | None, extras: Sequence[str]) -> None
         pip = [python, "-I", "-m", "pip", "--disable-pip-version-check"]
         for number, extra in enumerate(extras, 1):
             request = f"{source}[{extra}]" if extra else str(source)
-            subprocess.run([*pip, "install", "-qq", *options, request], check=True)
+            subprocess.run([*pip, "install", "-qq", "--no-compile", *options, request], check=True)
             subprocess.run([*pip, "check"], check=True, stdout=subprocess.DEVNULL)
             for page in PAGES:
                 script = Path(temporary, "followed.py")
