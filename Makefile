@@ -17,7 +17,9 @@ CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 OF_TORCH := tests/torch_bridge tests/experiments/test_bench_torch.py
 WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
 PY = $(VENV)/bin/python
-QUICKLY = -m pytest -n $(WORKERS) --hypothesis-profile=quick
+# A process that has run its share takes of the other's: times differ by a hundred.
+PYTEST = -m pytest -n $(WORKERS) --dist=worksteal
+QUICKLY = $(PYTEST) --hypothesis-profile=quick
 export PYTHON TAG
 
 # Without a CUDA extra the environment can only compute on the CPU, and JAX need not look for a GPU.
@@ -27,7 +29,7 @@ export JAX_PLATFORMS
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all setup format lint typecheck docs pytest wheel release \
+.PHONY: help train test test-all setup environments format lint typecheck docs pytest wheel release \
 	test-nightly test-levanter test-extras test-installs test-gpu bench-check fuzz mutants clean
 
 help:  ## list the targets
@@ -38,14 +40,17 @@ train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a 
 
 test: $(VENV)/.dev  ## run every quality gate (a quarter of an hour on two processors)
 	@$(MAKE) --no-print-directory --jobs=$(WORKERS) typecheck wheel docs lint
-	@$(MAKE) --no-print-directory pytest
+	@$(MAKE) --no-print-directory --jobs=2 pytest $(BESIDE)
 
-# What is drawn, only with more examples.
+# What is drawn, only with more examples. Beside the tests the network brings the environments of the others.
 test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (an hour)
-	@$(MAKE) --no-print-directory test ARGS='-m "not gpu and not nightly and not drawn"'
+	@$(MAKE) --no-print-directory test BESIDE=environments ARGS='-m "not gpu and not nightly and not drawn"'
 	@$(MAKE) --no-print-directory test-nightly
 
 setup: $(VENV)/.dev  ## make the development environment
+
+# Those of other versions; the development environment's TPU compiler is no part, as it would change under running tests.
+environments: $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.keras-hub $(OLDEST)/.dev  ## make those of the newest and oldest versions
 
 format: $(VENV)/.dev  ## format the code and apply the linter's safe fixes
 	@$(PY) -m ruff check --fix-only --quiet .
@@ -64,7 +69,7 @@ docs: $(VENV)/.dev  ## make the documentation site in build/docs; a warning is a
 	@$(PY) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 pytest: $(VENV)/.dev  ## run the tests and doctests on the CPU (ARGS="-k name" to choose)
-	@$(PY) -m pytest -n $(WORKERS) $(ARGS)
+	@$(PY) $(PYTEST) $(ARGS)
 
 wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 	@$(PY) tools/check_wheel.py dist
@@ -75,13 +80,13 @@ release: wheel  ## build what a release publishes, where tag, version, changelog
 # Of Triton's table, an architecture times a kind of call, a fifth: each kind on several architectures.
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
-test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.keras-hub $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
-	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=$(CASES) $(ARGS)
+test-nightly: $(VENV)/.dev environments $(if $(EXTRA),,$(VENV)/.tpu)  ## run what the gates leave out: more cases, more drawn examples
+	@$(PY) $(PYTEST) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=$(CASES) $(ARGS)
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=1 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
-	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python -m pytest -n $(WORKERS) -m nightly --cases=4 tests/flax_modules $(ARGS)
+	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python $(PYTEST) -m nightly --cases=4 tests/flax_modules $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
 	@$(OLDEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
 

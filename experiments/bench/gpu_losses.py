@@ -58,7 +58,7 @@ def log_probs(serve: Serve, _: Shape) -> dict[str, Program]:
 
 
 def support(serve: Serve, shape: Shape) -> dict[str, Program]:
-    """Log-probabilities within K ids of each row, its label and others spread over the vocabulary, and all gradients."""
+    """Log-probabilities over K ids of each row, its label and others spread over the vocabulary, and gradients."""
 
     def summed(k: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
         _, v, _ = shape
