@@ -8,4 +8,4 @@ need the extra `flax`.
 import importlib.util
 
 if importlib.util.find_spec("flax") is None:
-    raise ModuleNotFoundError("flax_modules needs Flax: pip install 'pallas-ce[flax]'", name="flax")
+    raise ModuleNotFoundError("flax_modules needs Flax: pip install '.[flax]' in a clone of pallas-ce", name="flax")

@@ -17,7 +17,15 @@ from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from pallas_ce import LowRank, MeshAxes, Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
-from pallas_ce.api.integration import Backward, Implementation, PrecisionLike, Problem, Reduction
+from pallas_ce.api.integration import (
+    Backward,
+    Implementation,
+    PrecisionLike,
+    Problem,
+    Reduction,
+    check_integer,
+    check_reduction,
+)
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
 default_lora_a_init = jax.nn.initializers.he_uniform()
@@ -107,10 +115,11 @@ class HeadCalls:
     lora_b_init: Initializer = jax.nn.initializers.zeros
 
     def _columns(self, embed_shape: tuple[int, ...] | None, linear_shape: tuple[int, ...] | None = None) -> int:
-        """The number of vocabulary entries the weight holds, padding included; checks what depends on it."""
+        """The number of vocabulary entries the weight holds, padding included; checks sizes and names of options."""
+        check_reduction(self.reduction, None, self.backward)
         vocab_size, padded_vocab_size = self.vocab_size, self.padded_vocab_size
-        if vocab_size < 1:
-            raise ValueError(f"{vocab_size=} must be at least 1")
+        for name, size in (("features", self.features), ("vocab_size", vocab_size)):
+            check_integer(name, size, "an int, at least 1", 1)
         columns = vocab_size if padded_vocab_size is None else padded_vocab_size
         if columns < vocab_size:
             raise ValueError(
@@ -153,6 +162,10 @@ class HeadCalls:
         up, down = (lora_b, lora_a) if vocab_axis == 1 else (lora_b.T, lora_a.T)
         return LowRank(weight, up, down, self.lora_scale)
 
+    def _check_width(self, hidden: ArrayLike) -> None:
+        if (shape := jnp.shape(hidden))[-1:] != (self.features,):
+            raise ValueError(f"hidden has shape {shape}; its last axis must be {self.features}, the head's features")
+
     def _options(self, logit_scale: ArrayLike | None, *more: str) -> dict[str, Any]:
         """The arguments that every function of `pallas_ce` takes from a head, and `more`; None: its own scale."""
         weight, vocab_axis, bias = self._projection()
@@ -194,6 +207,7 @@ class HeadCalls:
         Raises:
             ValueError: shapes that do not fit, or an option that cannot be served; see `linear_cross_entropy`.
         """
+        self._check_width(hidden)
         return linear_cross_entropy(
             hidden,
             labels=labels,
@@ -221,6 +235,7 @@ class HeadCalls:
         Raises:
             ValueError: the last axis of `hidden` is not `features`.
         """
+        self._check_width(hidden)
         problem = Problem.read(hidden, **self._options(logit_scale))
         batch, head, _ = problem.flat_rows_that_count()
         # Padding is cut from the result and not from the weight, which would be copied for it.
@@ -233,14 +248,15 @@ class HeadCalls:
         labels: jax.Array | None = None,
         *,
         statistics: tuple[str, ...] = ("lse", "target_logit"),
+        temperature: ArrayLike = 1.0,
         row_mask: jax.Array | None = None,
         logit_weights: jax.Array | None = None,
         logit_scale: ArrayLike | None = None,
     ) -> RowStatistics:
         """Statistics of the logits (log-probabilities, entropy, argmax, ...) without storing them; differentiable.
 
-        Takes the arguments of `pallas_ce.linear_row_statistics` that are not options of the head,
-        and `logit_scale` instead of the head's.
+        Takes `statistics`, `temperature`, `row_mask` and `logit_weights` as `pallas_ce.linear_row_statistics` does.
+        `logit_scale` replaces the head's.
 
         Example:
             >>> import jax.numpy as jnp
@@ -251,11 +267,13 @@ class HeadCalls:
             >>> stats.log_prob.shape, stats.argmax.shape
             ((3,), (3,))
         """
+        self._check_width(hidden)
         return linear_row_statistics(
             hidden,
             labels=labels,
             **self._options(logit_scale, "implementation", "scratch_bytes", "mesh_axes"),
             statistics=statistics,
+            temperature=temperature,
             row_mask=row_mask,
             logit_weights=logit_weights,
         )

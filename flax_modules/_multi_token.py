@@ -4,8 +4,8 @@ Everything here works on one row of tokens at a time, the last axis of `labels`;
 """
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from pallas_ce.api.integration import (
     NO_TARGET,
     Reduction,
     canonical_labels,
+    check_integer,
     counted_labels,
     label_array,
     precision_name,
@@ -239,13 +240,14 @@ def per_head(name: str, value: ArrayLike | Sequence[float], count: int) -> jax.A
 
 def read_heads(head: HeadCalls | Sequence[HeadCalls], num_tokens: int | None, project_hidden: bool | None) -> Heads:
     """The heads from a module's arguments, checked."""
-    shared = isinstance(head, HeadCalls)
-    heads = [head] if isinstance(head, HeadCalls) else list(head)
+    shared, given = isinstance(head, HeadCalls), cast(Any, head)
+    heads = [*given] if isinstance(given, Iterable) and not shared else [given]
+    if not all(isinstance(each, HeadCalls) for each in heads):
+        raise TypeError(f"head is a {type(head).__name__}; it must be a LossHead, or a sequence of them")
     projects = shared if project_hidden is None else project_hidden
     if shared:
-        if num_tokens is None or num_tokens < 1:
-            raise ValueError(f"{num_tokens=}: with one head shared by all tokens, say how many it predicts (1 or more)")
-        return Heads(heads * num_tokens, True, projects)
+        words = "an int, at least 1: how many tokens the head, which all share, predicts"
+        return Heads(heads * check_integer("num_tokens", num_tokens, words, 1), True, projects)
     if not heads:
         raise ValueError("head is an empty sequence: give one LossHead for each token predicted")
     if num_tokens is not None and num_tokens != len(heads):

@@ -120,8 +120,8 @@ class LossHead(HeadCalls, nnx.Module):
         self.lora: nnx.LoRA | None = nnx.data(None)
         if found is not None and not self.use_bias and rank is None:
             return
-        if rngs is None:
-            raise ValueError("rngs=None, but this head has parameters to initialise: pass rngs=nnx.Rngs(seed)")
+        if not isinstance(rngs, nnx.Rngs):
+            raise ValueError(f"{rngs=}, but this head has parameters to initialise: pass rngs=nnx.Rngs(seed)")
         if found is None:
             shape = (self.features, columns)
             self.kernel = nnx.Param(self.kernel_init(rngs.params(), shape, self.param_dtype), **kernel_metadata)
@@ -271,8 +271,8 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
         self.heads = nnx.List(heads.each[:1] if heads.shared else heads.each)
         self.projections: nnx.List[nnx.Linear] = nnx.List([])
         if self.project_hidden and self.num_tokens > 1:
-            if rngs is None:
-                raise ValueError("rngs=None, but there are hidden projections to initialise: pass rngs=nnx.Rngs(seed)")
+            if not isinstance(rngs, nnx.Rngs):
+                raise ValueError(f"{rngs=}, but there are hidden projections to initialise: pass rngs=nnx.Rngs(seed)")
             options = {**heads.of_projections(param_dtype, projection_init), "kernel_metadata": projection_metadata}
             for each in heads.each[1:]:
                 self.projections.append(nnx.Linear(each.features, each.features, rngs=rngs, **options))

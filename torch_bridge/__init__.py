@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ModuleNotFoundError(
-            f"torch_bridge.{name} needs PyTorch: pip install 'pallas-ce[torch]'", name="torch"
+            f"torch_bridge.{name} needs PyTorch: pip install '.[torch]' in a clone of pallas-ce", name="torch"
         ) from error
 
 

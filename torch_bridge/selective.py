@@ -7,6 +7,7 @@ makes the gradient the same way, in the logits' dtype.
 
 import torch
 
+from torch_bridge.dlpack import exchange
 from torch_bridge.materialized import rows
 from torch_bridge.materialized.chunks import check_inplace
 
@@ -50,6 +51,8 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_
 
 
 def _picked(logits: torch.Tensor, index: torch.Tensor, temperature: float, inplace_backward: bool) -> torch.Tensor:
+    for name, tensor in (("logits", logits), ("index", index)):
+        exchange.check_dense(name, tensor)
     if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise TypeError(f"logits have dtype {logits.dtype}; supported are bfloat16, float16, float32 and float64")
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:

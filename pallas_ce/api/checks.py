@@ -23,7 +23,7 @@ type DTypeLike = jax.typing.DTypeLike
 # most 1e9, which is rounded to multiples of 64, so that probabilities beside a rounded log-sum-exp cannot overflow;
 # 1/T does not underflow, nor does a soft cap over T leave float32's range.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-5, 1e30
-_TEMPERATURES = f"{_LEAST_TEMPERATURE:g}, at most {_MOST_TEMPERATURE:g})"  # torch.compile takes no number into a text
+_TEMPERATURES = f"{_LEAST_TEMPERATURE:g} and {_MOST_TEMPERATURE:g}"  # torch.compile takes no number into a text
 
 
 def shown(value: Any) -> str:
@@ -36,11 +36,12 @@ def shown(value: Any) -> str:
 
 
 def no_tensor(name: str, value: Any) -> None:
-    """Refuses PyTorch's tensors, which NumPy would read without their gradients."""
+    """Refuses PyTorch's tensors, and sequences of them, which NumPy would read without their gradients."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if torch is not None and any(isinstance(x, torch.Tensor) for x in jax.tree.leaves(value)):
+        has = "is" if isinstance(value, torch.Tensor) else "holds"
         raise TypeError(
-            f"{name} is a torch.Tensor: torch_bridge has these functions for tensors, with gradients, and to_jax, "
+            f"{name} {has} a torch.Tensor: torch_bridge has these functions for tensors, with gradients, and to_jax, "
             "which makes an array on a tensor's memory"
         )
 
@@ -113,7 +114,10 @@ def labels(
 ) -> jax.Array:
     """Integers (not bool), one for each token, or `several`; with `validate`, their values are checked too."""
     labels = ids("labels", value)
-    integers("labels have", labels, "they must be integers")
+    one_hot = labels.shape == (*leading, vocab_size)
+    integers(
+        "labels have", labels, "they must be integers" + one_hot * "; of class probabilities take labels.argmax(-1)"
+    )
     many = several and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0
     if labels.shape[: -1 if many else None] != leading:
         either = ", or that with K >= 1 labels for each row behind it," if several else ""
@@ -187,8 +191,7 @@ def floating(name: str, values: Any) -> Any:
 
 def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> float | jax.Array:
     """A positive number, or a floating array `[]` or with one entry for each token; with `zero`, 0 too."""
-    least = "at least 0 (if not 0," if zero else "above 0 (at least"
-    words = f"a finite number {least} {_TEMPERATURES}"
+    words = f"{'0, or ' if zero else ''}between {_TEMPERATURES}"
     return _scalar_or_by_row("temperature", value, leading, _LEAST_TEMPERATURE, _MOST_TEMPERATURE, zero, words)
 
 
@@ -249,11 +252,14 @@ def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float 
             bounds = f"between {low:g} and {high:g}" if high < sys.float_info.max else f"a finite number{least}"
             raise ValueError(f"{name}={shown(value)} must be {bounds}")
         return float(value)
+    if value is None:
+        raise TypeError(f"{name} is None; it must be a number or a scalar array")
+    no_tensor(name, value)
     if not hasattr(value, "shape"):
         value = array(name, value)
     if value.shape != ():
         raise ValueError(f"{name} has shape {value.shape}; it must be a scalar")
-    return _real(name, value) if isinstance(value.dtype, np.dtype) else value
+    return _real(name, value)
 
 
 def above_zero(name: str, value: Any) -> Any:

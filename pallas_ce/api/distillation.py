@@ -125,7 +125,7 @@ def linear_distillation(
     Raises:
         ValueError: shapes, names or values that do not fit, a budget too small for one row.
         TypeError: dtypes that do not fit.
-        NotImplementedError: when differentiated twice; see `implementation="reference"`.
+        NotImplementedError: when differentiated twice or in forward mode; see `implementation="reference"`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -166,8 +166,8 @@ def linear_distillation(
         )
     if student.spec.vocab_size != teacher.spec.vocab_size:
         raise ValueError(
-            f"weight has {student.spec.weight_rows} vocabulary entries and teacher_weight {teacher.spec.weight_rows}; "
-            "pass vocab_size, the entries that both have"
+            f"the student's weight has {student.spec.weight_rows} vocabulary entries and teacher_weight "
+            f"{teacher.spec.weight_rows}; pass vocab_size, the entries that both have"
         )
     if student.mesh_axes and student.mesh_axes.vocabulary and student.spec.weight_rows != teacher.spec.weight_rows:
         raise ValueError(

@@ -3,6 +3,7 @@
 `help`, an editor and the API's pages show them all.
 """
 
+import difflib
 import functools
 import inspect
 import re
@@ -35,9 +36,10 @@ class WeightOptions(TypedDict, total=False):
             float32 (a GPU's own default is TF32). 16-bit operands need none, as their products are exact. JAX raises
             an error where the platform does not have the algorithm.
         scratch_bytes: bound on scratch memory; by default 4 KiB for each vocabulary entry but at least 512 MiB and at
-            most 1 GiB (on an accelerator twice that for float32 operands, and for in_forward by XLA; up to 1 GiB for
-            in_forward on Hopper whatever the vocabulary), and never more than float32 logits would take (but at least
-            1 MiB). What lies where the weight's gradient will, once it is made, does not count.
+            most 1 GiB (on an accelerator twice that for float32 operands, and for in_forward by XLA; for in_forward
+            on Hopper a quarter of the weight's accumulator more, or what fills 1 GiB together with it), and never more
+            than float32 logits would take (but at least 1 MiB). What lies where the weight's gradient will, once it is
+            made, does not count.
     """
 
     vocab_axis: int
@@ -203,7 +205,17 @@ class SampledOptions(WeightOptions, ReductionOptions, total=False):
 
 
 class StoredOptions(LabelOptions, ReductionOptions, CrossEntropyTerms, total=False):
-    """The cross entropy of logits that the caller holds."""
+    """The cross entropy of logits that the caller holds.
+
+    Attributes:
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
+        vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
+        implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, bfloat16, float16 or float32, where the
+            number of rows is a multiple of 8 and V' one of 16: a kernel takes all rows at once, so that a chunk size
+            does not matter), or None: that one in programs for a Hopper GPU where it can, else "xla". Logits that are
+            not donated are copied once, which takes about as long as the loss and its gradient.
+        return_metrics: return `(loss, Metrics)`.
+    """
 
     logit_softcap: float | None
     vocab_size: int | None
@@ -216,18 +228,19 @@ _DEFAULTS: dict[str, Any] = vars(Options()) | (Problem.read.__kwdefaults__ or {}
 # What may stand before the name of a head's option: PyTorch's names of its arrays begin so, and a teacher's options.
 _PREFIX = re.compile("linear_|teacher_")
 
-# One argument's names here, in the bridge, and in other libraries.
+# One argument's names here and in the bridge, and those that other libraries have for it.
 _NAMES = (
-    ("hidden", "input", "_input", "x", "e", "hidden_states", "embeddings"),
-    ("weight", "linear_weight", "lin_weight", "c", "classifier"),
-    ("labels", "target", "targets"),
-    ("bias", "linear_bias"),
-    ("class_weights", "ce_weight", "weight"),
-    ("token_weights", "weights", "loss_mask"),
-    ("logit_softcap", "softcap", "logits_soft_cap", "final_logit_softcapping"),
-    ("z_loss", "lse_square_scale", "z_loss_multiplier"),
-    ("return_metrics", "return_z_loss"),
-    ("implementation", "impl"),
+    (("hidden", "input"), ("_input", "x", "e", "hidden_states", "embeddings")),
+    (("weight", "linear_weight"), ("lin_weight", "c", "classifier")),
+    (("labels", "target"), ("targets",)),
+    (("bias", "linear_bias"), ()),
+    (("class_weights",), ("ce_weight", "weight")),
+    (("token_weights",), ("weights", "loss_mask", "mask", "row_mask")),
+    (("row_mask",), ("mask",)),
+    (("logit_softcap",), ("softcap", "logits_soft_cap", "final_logit_softcapping")),
+    (("z_loss",), ("lse_square_scale", "z_loss_multiplier")),
+    (("return_metrics",), ("return_z_loss",)),
+    (("implementation",), ("impl",)),
 )
 
 
@@ -255,8 +268,9 @@ def documented[**P, Out](function: Callable[P, Out], compute: Callable[..., Any]
     def public(*args: Any, **kwargs: Any) -> Any:
         if not known.issuperset(kwargs):
             unknown = next(name for name in kwargs if name not in known)
-            called = [name for names in _NAMES if unknown in names for name in names if name in known]
-            hint = f"; it is called {called[0]!r} here" if called else ""
+            called = [n for ours, others in _NAMES if unknown in (*ours, *others) for n in ours if n in known]
+            called = called or difflib.get_close_matches(unknown, known, 1)
+            hint = f"; it is called {' or '.join(map(repr, called))} here" if called else ""
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}{hint}")
         found: Any = function(*args, **kwargs)
         return found if compute is None else compute(*found)

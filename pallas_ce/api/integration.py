@@ -15,6 +15,7 @@ from pallas_ce.api import row_statistics as rows
 from pallas_ce.api.checks import check_reduction, check_statistics, is_int
 from pallas_ce.api.checks import ids as read_ids
 from pallas_ce.api.checks import ignored as read_ignore_index
+from pallas_ce.api.checks import integer as check_integer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature

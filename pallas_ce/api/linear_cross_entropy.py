@@ -123,7 +123,7 @@ def linear_cross_entropy(
         ValueError: shapes or values that do not fit, "in_forward" with `reduction="none"`, a named implementation that
             cannot serve, a budget too small for one row.
         TypeError: dtypes that do not fit; `validate_labels` on traced labels.
-        NotImplementedError: when differentiated twice; see `implementation="reference"`.
+        NotImplementedError: when differentiated twice or in forward mode; see `implementation="reference"`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -220,7 +220,8 @@ def linear_cross_entropy_and_gradients(
     each call, from a float32 gradient beside it.
 
     Args:
-        hidden: as in `linear_cross_entropy`, like all that is not said here.
+        hidden: as in `linear_cross_entropy`, like all that is not said here. There is no `shift` and no
+            `return_metrics`: shift the labels before.
         weight: `[V', H]` or `[H, V']`, not a `LowRank`: the gradients of one have no array of this size.
         labels: `[...]`.
         weight_sum: of the weight's shape; float32 (float64 for float64), or the weight's dtype.

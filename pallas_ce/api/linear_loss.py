@@ -130,8 +130,8 @@ def linear_loss(
     r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
 
     `loss = Σ_i w_i·row_loss_i / normalizer` over the rows that count. Which statistics the loss reads is found by
-    tracing it; the others are not computed. It is a static argument: pass the same function object each time, not a new
-    lambda, and it is traced once for each set of shapes.
+    tracing it; the others are not computed. `row_loss` is a static argument: pass the same function object each time,
+    not a new lambda, so that JAX traces it once for each set of shapes.
 
     Args:
         row_loss: `(statistics, *row_inputs) -> [n]`, where `statistics` is a `RowStatistics` of `[n]` arrays and the
@@ -158,7 +158,7 @@ def linear_loss(
         ValueError: shapes or names that do not fit, `row_loss` returning another shape than its rows', in_forward with
             `reduction="none"`, a budget too small for one row.
         TypeError: dtypes that do not fit; `validate_labels` on traced labels.
-        NotImplementedError: when differentiated twice.
+        NotImplementedError: when differentiated twice or in forward mode.
 
     Example:
         >>> import jax, jax.numpy as jnp

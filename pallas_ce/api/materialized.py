@@ -1,6 +1,5 @@
 """Losses and log-probabilities of logits that the caller holds; `cross_entropy` is fused with its gradient."""
 
-import inspect
 from typing import Any, Unpack
 
 import jax
@@ -42,16 +41,9 @@ def cross_entropy(logits: ArrayLike, labels: ArrayLike, **options: Unpack[Stored
     Args:
         logits: `[..., V']` bfloat16, float16, float32 or float64; any leading shape, zero tokens and V' = 0 included.
         labels: `[...]`, any integer dtype, unsigned included. Labels outside `[0, vocab_size)` count as ignored.
-        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
         ignore_index: tokens with this label have loss 0 and gradient 0; it may lie inside the vocabulary.
         reduction: "mean", "sum", or "none" for `[...]`, which keeps the logits for its backward.
         normalizer: scalar for the mean, may be traced; by default `Σ w·c_t`, and `Σ w` for the z part.
-        vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
-        implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, bfloat16, float16 or float32, where the
-            number of rows is a multiple of 8 and V' one of 16: a kernel takes all rows at once, so that a chunk size
-            does not matter), or None: that one in programs for a Hopper GPU where it can, else "xla". Logits that are
-            not donated are copied once, which takes about as long as the loss and its gradient.
-        return_metrics: return `(loss, Metrics)`.
 
     Returns:
         The loss, float32 (float64 for float64): `[]`, or `[...]` for "none"; 0.0 when no token counts. With
@@ -60,7 +52,7 @@ def cross_entropy(logits: ArrayLike, labels: ArrayLike, **options: Unpack[Stored
     Raises:
         ValueError: shapes or values that do not fit, a named implementation that cannot serve.
         TypeError: dtypes that do not fit; `validate_labels` on traced labels.
-        NotImplementedError: when differentiated twice.
+        NotImplementedError: when differentiated twice or in forward mode.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -81,7 +73,10 @@ def cross_entropy(logits: ArrayLike, labels: ArrayLike, **options: Unpack[Stored
     return (_read(logits, labels, **options),)
 
 
-def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:
+@computed_by(linear_cross_entropy.compute)
+def chunked_cross_entropy(
+    logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Unpack[StoredOptions]
+) -> tuple[Problem]:
     """`cross_entropy`, with a bound on the number of rows that are worked on at a time.
 
     `cross_entropy` has the same loss and gradient, and takes as many rows at a time as suit the cache. A smaller chunk
@@ -91,15 +86,14 @@ def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int 
         logits: `[..., V']`.
         labels: `[...]` integers.
         chunk_size: the most rows at a time; 0 means 4096.
-        **options: as for `cross_entropy`.
 
     Returns:
         What `cross_entropy` returns.
 
     Raises:
         ValueError: a negative `chunk_size`, and what `cross_entropy` raises.
-        TypeError: as `cross_entropy`, and for unknown options.
-        NotImplementedError: when differentiated twice.
+        TypeError: as `cross_entropy`.
+        NotImplementedError: when differentiated twice or in forward mode.
 
     Example:
         >>> import jax.numpy as jnp
@@ -107,12 +101,7 @@ def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int 
         >>> print(chunked_cross_entropy(jnp.zeros((6, 4)), jnp.arange(6) % 4, chunk_size=4))
         1.3862944
     """
-    try:
-        inspect.signature(cross_entropy).bind(logits, labels, **options)
-    except TypeError as error:
-        raise TypeError(f"chunked_cross_entropy() {error}") from None
-    chunk = arguments.chunk("chunk_size", chunk_size)
-    return linear_cross_entropy.compute(_read(logits, labels, chunk=chunk, **options))
+    return (_read(logits, labels, chunk=arguments.chunk("chunk_size", chunk_size), **options),)
 
 
 def mean_squared_lse(
@@ -140,7 +129,7 @@ def mean_squared_lse(
     Raises:
         ValueError: shapes that do not fit.
         TypeError: dtypes that do not fit.
-        NotImplementedError: when differentiated twice.
+        NotImplementedError: when differentiated twice or in forward mode.
 
     Example:
         >>> import jax.numpy as jnp
@@ -181,7 +170,7 @@ def selective_log_softmax(
     Raises:
         ValueError: shapes that do not fit; an implementation that cannot serve the call.
         TypeError: dtypes that do not fit.
-        NotImplementedError: when differentiated twice.
+        NotImplementedError: when differentiated twice or in forward mode.
 
     Example:
         >>> import jax, jax.numpy as jnp

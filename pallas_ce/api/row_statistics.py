@@ -54,7 +54,8 @@ def linear_row_statistics(
         weight: `[V', H]` (`vocab_axis=0`) or `[H, V']` (`vocab_axis=1`), floating. `explain` tells where a copy is
             made; none is transposed.
         labels: `[...]`, any integer dtype; needed for `target_logit` and `log_prob`. No label is special here: one
-            outside `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
+            outside `[0, vocab_size)` has `target_logit` 0, and `log_prob` `-lse`; mask its row, or take
+            `linear_log_probs`, where it is 0. `[..., K]`: K targets for each row.
         statistics: names of the statistics to return, out of `RowStatistics`' fields. Others cost nothing.
         row_mask: `[...]` bool; rows where it is False hold 0, have gradients of exactly 0, and their work is skipped.
         logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant: it gets no gradient.
@@ -68,7 +69,7 @@ def linear_row_statistics(
     Raises:
         ValueError: shapes that do not fit, unknown names, a budget too small for one row.
         TypeError: dtypes that do not fit.
-        NotImplementedError: when differentiated twice.
+        NotImplementedError: when differentiated twice or in forward mode.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -187,7 +188,7 @@ def linear_log_probs(
     Differentiable in `hidden`, `weight`, `bias`, `vocab_scale` and `logit_scale`, in reverse mode, once, through
     everything returned together, with any cotangents: the input of policy-gradient, preference and distillation losses
     (`pallas_ce.post_training`). The backward recomputes tiles of logits; the forward keeps O(N) numbers. For a plain
-    sum over rows, `linear_loss` takes the cheaper in-forward mode.
+    sum over rows, `linear_loss` takes the cheaper mode in_forward.
 
     Args:
         hidden: `[..., H]` bfloat16, float16, float32 or float64.
@@ -217,7 +218,7 @@ def linear_log_probs(
     Raises:
         ValueError: shapes or values that do not fit, a named implementation that cannot serve.
         TypeError: dtypes that do not fit; `validate_labels` on traced labels.
-        NotImplementedError: when differentiated twice; see `implementation="reference"`.
+        NotImplementedError: when differentiated twice or in forward mode; see `implementation="reference"`.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -217,8 +217,9 @@ def linear_sample(
     References:
         "A* Sampling" (Maddison, Tarlow, Minka), section 2: the Gumbel-max trick.
     """
+    key = check_key(key)
     problem = Problem.read(hidden, weight, row_mask=row_mask, **options).tempered(temperature, zero=True)
-    key, spec = check_key(key), problem.spec
+    spec = problem.spec
     limits = _Limits(share("top_p", top_p, problem.leading), share("min_p", min_p, problem.leading, zero=True))
     if top_k is not None:
         k = count("top_k", top_k, spec.vocab_size, f"vocab_size={spec.vocab_size}")

@@ -38,7 +38,7 @@ _ITSELF = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """Stands for `weight + scale · up · down` wherever a function takes a head's weight; a pytree.
+    """Stands for `weight + scale · up · down` as a head's weight; a pytree.
 
     Logits are `hidden·weight + scale·(hidden·down)·up`: not even a tile of the sum is made, nor a gradient of its size.
     With the weight frozen a loss with gradients takes two large products in place of three (of a weight trained with
@@ -116,7 +116,8 @@ def head_spec(
     if hidden.ndim < 1:
         raise ValueError(f"hidden has shape {hidden.shape}; it must be [..., H]")
     if weight.ndim != 2:
-        raise ValueError(f"weight has shape {weight.shape}; it must have two axes, [V, H] or [H, V]")
+        order = "; arguments come as hidden, weight, labels" if weight.ndim < 2 else ""
+        raise ValueError(f"weight has shape {weight.shape}; it must have two axes, [V, H] or [H, V]{order}")
     for name, values in {"hidden": hidden, "weight": weight, **by_column}.items():
         checks.floating(name, values)
     held, width = weight.shape[vocab_axis], weight.shape[1 - vocab_axis] * parts[1]

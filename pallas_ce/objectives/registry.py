@@ -102,6 +102,8 @@ class LossConfig:
             ValueError: it is not TOML, or as `from_mapping`.
             TypeError: a value of the wrong type.
         """
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{path} is no file; for a loss by its name pass {{'loss_fn': {str(path)!r}}}")
         try:
             document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (RecursionError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

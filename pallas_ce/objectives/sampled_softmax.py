@@ -139,7 +139,7 @@ def sampled_softmax_cross_entropy(
     Raises:
         ValueError: shapes or values that do not fit, a sampler that returns other shapes.
         TypeError: dtypes that do not fit.
-        NotImplementedError: when differentiated twice.
+        NotImplementedError: when differentiated twice or in forward mode.
 
     Example:
         >>> import jax, jax.numpy as jnp

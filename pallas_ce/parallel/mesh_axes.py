@@ -16,7 +16,7 @@ from pallas_ce.streaming.loops import varying
 class MeshAxes:
     """Names the mesh axes over which the arrays of a call inside `jax.shard_map` are split.
 
-    Outside `shard_map` nothing is to be said: under `jit` the arrays' own shardings are read, on meshes with automatic
+    Outside `shard_map` leave `mesh_axes` out: under `jit` the arrays' own shardings are read, on meshes with automatic
     and with explicit axes. Inside, arrays are local parts, and what they are parts of has to be named. With n devices
     along the vocabulary's axes, `weight` is `[V'/n, H]`, `bias` `[V'/n]`, labels and `vocab_size` count in the whole
     vocabulary, and `class_weights` and `logit_weights` are whole.

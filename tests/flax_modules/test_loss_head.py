@@ -14,7 +14,7 @@ from tests.flax_modules.oracle import assert_agrees, assert_close, initialised, 
 FEATURES, VOCAB = 16, 37
 # `implementation="reference"` below compiles faster, where the test does not depend on which one runs.
 FAST = {"implementation": "reference"}
-REFUSED = "the hidden size is 8 in the one and 16 in the other"
+REFUSED = "its last axis must be 16, the head's features"
 
 
 @pytest.fixture

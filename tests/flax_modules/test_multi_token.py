@@ -147,7 +147,7 @@ def test_rows_shorter_than_the_number_of_tokens_have_nothing_to_count(mtp, hidde
 def test_construction_names_what_is_wrong(framework, hidden, labels):
     one, other = head(framework), head(framework, VOCAB + 1)
     for message, given in (
-        ("num_tokens=None: with one head shared", (one,)),
+        ("num_tokens=None must be an int, at least 1", (one,)),
         ("num_tokens=2, but head is a sequence of 3 heads", ([one] * 3, 2)),
         ("empty sequence", ([],)),
         (r"different vocab_size: \[37, 38\]", ([one, other],)),

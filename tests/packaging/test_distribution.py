@@ -58,7 +58,7 @@ def test_without_flax_its_modules_name_the_extra(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "flax_modules"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'pallas-ce[flax]'")):
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install '.[flax]' in a clone")):
         importlib.import_module(module)
 
 

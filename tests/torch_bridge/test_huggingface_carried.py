@@ -40,7 +40,7 @@ def test_a_pickled_saved_or_copied_model_is_patched_with_the_same_options_and_ca
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()
     assert torch.equal(found(**batch()).loss, want.loss)
-    with pytest.raises(ValueError, match="patched or wrapped already"):
+    with pytest.raises(ValueError, match="is patched already"):
         patch_causal_lm(found)
     torch.testing.assert_close(unpatch_causal_lm(found)(**batch()).loss, plain)
     assert patch_causal_lm(found)(**batch()).logits is None

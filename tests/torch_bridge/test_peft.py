@@ -195,7 +195,7 @@ def test_prompts_that_are_learned_have_no_labels():
 
 def test_a_peft_model_is_unpatched_and_patched_once():
     model = patched_before(ELSEWHERE)
-    with pytest.raises(ValueError, match="patched or wrapped already"):
+    with pytest.raises(ValueError, match="is patched already"):
         patch_causal_lm(model)
     assert unpatch_causal_lm(model)(**batch()).logits is not None
 

@@ -145,6 +145,13 @@ def loss(
     }
 
 
+def kept(options: Mapping[str, Any]) -> None:
+    """Checks options of cross entropy that are kept for later calls, as far as they need no tensors."""
+    reduction, normalizer, backward = map(options.get, ("reduction", "normalizer", "backward"))
+    integration.check_reduction(reduction or "mean", normalizer, backward or "auto")
+    scalars(torch.float32, options, "label_smoothing", "z_loss", "logit_scale", "normalizer")
+
+
 def of_tokens(token_weights: Tensor | None, leading: Sequence[int], shift: int = 0) -> Tensor | None:
     """Token weights `[N]`."""
     shape("token_weights", token_weights, leading)
@@ -235,9 +242,8 @@ def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> 
 def _integers(name: str, tensor: Tensor) -> None:
     exchange.check_dense(name, tensor)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
-        raise TypeError(
-            f"{name} has dtype {tensor.dtype}; it must hold integers: class probabilities are not supported"
-        )
+        instead = "pass ids [..., K], padded with -1" if name == "support" else "class probabilities are not supported"
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must hold integers: {instead}")
 
 
 def _several(ids: Tensor, leading: Sequence[int]) -> bool:
@@ -300,9 +306,9 @@ def scalars(dtype: torch.dtype, given: Mapping[str, Any], *names: str) -> dict[s
         value, found[name] = given.get(name, absent), None
         if value is absent or (isinstance(value, float) and value == absent):
             continue
-        number = integration.check_scalar(name, value, *bounds)
-        if isinstance(number, Tensor):
-            found[name] = number.to(wide(dtype))
-        elif number != absent:
+        if isinstance(value, Tensor):
+            shape(name, value, ())
+            found[name] = value.to(wide(dtype))
+        elif (number := integration.check_scalar(name, value, *bounds)) != absent:
             found[name] = torch.tensor(number, dtype=wide(dtype))
     return found

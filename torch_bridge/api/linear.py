@@ -95,7 +95,8 @@ def linear_row_statistics(
         input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here.
         linear_weight: `[V', H]`, or a `LowRank`.
         target: `[...]`, integers; needed for `target_logit` and `log_prob`. No target is special: one outside
-            `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
+            `[0, vocab_size)` has `target_logit` 0, and `log_prob` `-lse`; mask its row, or take `linear_log_probs`,
+            where it is 0. `[..., K]`: K targets for each row.
         statistics: names out of `pallas_ce.RowStatistics`' fields; others cost nothing.
         row_mask: `[...]` bool; rows where it is False hold 0, have gradient 0 and cost no work.
         temperature: what divides the logits; see `linear_log_probs`.

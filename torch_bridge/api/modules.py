@@ -6,6 +6,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from torch_bridge.api import checks
 from torch_bridge.api.linear import linear_cross_entropy
 from torch_bridge.autograd import partitioned
 
@@ -40,6 +41,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     Raises:
         TypeError: an option that `linear_cross_entropy` does not know.
+        ValueError: a name or number that it does not take.
 
     Example:
         >>> import torch
@@ -99,6 +101,7 @@ class LinearCrossEntropyLoss(nn.Module):
         allowed = inspect.signature(linear_cross_entropy).parameters.keys() - _GIVEN
         if unknown := sorted(set(options) - allowed):
             raise TypeError(f"unknown options {unknown}; choose from {sorted(allowed)}")
+        checks.kept(options)
         self.weight = weight
         self.register_parameter("bias", bias)
         self.register_buffer("class_weights", class_weights, persistent=False)

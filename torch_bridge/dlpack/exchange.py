@@ -185,7 +185,7 @@ def _device(device: torch.device, name: str) -> Any:
     except (RuntimeError, StopIteration) as error:
         raise ValueError(
             f"{name} lies on {device}, which JAX cannot read in this process ({error}): install "
-            "pallas-ce[cuda12] or pallas-ce[cuda13], and do not hide the device from JAX with JAX_PLATFORMS"
+            "the extra cuda12 or cuda13 of pallas-ce, and do not hide the device from JAX with JAX_PLATFORMS"
         ) from error
     if device.type == "cuda":
         memory.keep_pool(found.local_hardware_id)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_bridge.api import checks
 from torch_bridge.integrations import causal_lm, comparison, patched, trl
 from torch_bridge.integrations.patched import OF_A_HEAD, OF_A_LOSS
 
@@ -87,6 +88,9 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
             f"unknown options {unknown}; choose from skip_logits, {', '.join(sorted(_OPTIONS))}. A reduction is an "
             "argument of the patched model's calls"
         )
+    if not isinstance(skip_logits, bool):
+        raise TypeError(f"{skip_logits=} must be True or False")
+    checks.kept(options)
     inner = causal_lm.base(model)
     _check_model(inner)
     stated = causal_lm.logit_transform(inner)
@@ -126,8 +130,10 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model is a {name}; it must be one of transformers' …{', …'.join(_ENDINGS)}{inside}")
     if model.config.is_encoder_decoder:
         raise TypeError(f"{name} has an encoder and a decoder, and the patch serves models of one stack; {_BY_HAND}")
-    if patched.of(model) is not None or causal_lm.forwards(model)[0] is not type(model).forward:
-        raise ValueError(f"the forward of this {name} is patched or wrapped already; patch a model before wrapping it")
+    if patched.of(model) is not None:
+        raise ValueError(f"this {name} is patched already: to change its options, unpatch_causal_lm(model) first")
+    if causal_lm.forwards(model)[0] is not type(model).forward:
+        raise ValueError(f"the forward of this {name} is wrapped already; patch a model before wrapping it")
     if why := causal_lm.passed_over(model, causal_lm.head(model)):
         raise ValueError(why)
     backbone, of_text = causal_lm.backbone(model), model.config.get_text_config()

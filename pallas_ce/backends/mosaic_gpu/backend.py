@@ -67,7 +67,7 @@ class MosaicGpuBackend(KernelBackend):
         if spec.dtype not in _DTYPES:
             return (
                 f"its kernels multiply bfloat16 and float16 operands, and the compute dtype is {spec.dtype.name}; "
-                "implementation='xla' keeps that accuracy (or pass dtype=jnp.bfloat16)"
+                "implementation='xla' keeps that accuracy (or give it bfloat16 operands)"
             )
         if spec.precision != jax.lax.Precision.DEFAULT:
             return (

@@ -337,10 +337,9 @@ def group_advantages(
     arguments.choice("scale", scale, ("group", "batch", "none"))
     arguments.scalar("epsilon", epsilon, 0.0)
     rewards = sequences.constants("rewards", rewards)
-    if not arguments.is_int(group_size):
-        raise TypeError(f"group_size={group_size!r} must be an int")
-    if rewards.ndim != 1 or group_size < 2 or rewards.size % group_size:
-        raise ValueError(f"rewards have shape {rewards.shape}; they must be [B], B a multiple of {group_size=} >= 2")
+    group_size = arguments.integer("group_size", group_size, "an int, at least 2", 2)
+    if rewards.ndim != 1 or rewards.size % group_size:
+        raise ValueError(f"rewards have shape {rewards.shape}; they must be [B], B a multiple of {group_size=}")
     groups = rewards.reshape(-1, group_size)
     groups = groups - groups[:, :1]  # equal rewards are then exactly 0, and so is what epsilon would blow up
     centred = groups - jnp.mean(groups, axis=1, keepdims=True)
