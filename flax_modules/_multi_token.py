@@ -232,7 +232,7 @@ class MultiTokenCalls:
 
 def per_head(name: str, value: ArrayLike | Sequence[float], count: int) -> jax.Array:
     """`value`, a scalar or `[count]`, as one float per head."""
-    array = jnp.asarray(value, jnp.float32)
+    array = jnp.asarray(value, float)  # float64 where JAX has it: each is rounded to its loss's dtype
     if array.shape not in ((), (count,)):
         raise ValueError(f"{name} has shape {array.shape}: give one number, or one for each of the {count} heads")
     return jnp.broadcast_to(array, (count,))

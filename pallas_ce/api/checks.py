@@ -211,10 +211,11 @@ def _scalar_or_by_row(
 ) -> float | jax.Array:
     """From `low` to `high`, or with `zero` 0. The range of an array is checked only where that costs no transfer."""
     number, many = is_plain(value) and not isinstance(value, bool), isinstance(value, np.ndarray)
-    if number or many:
-        fits = (value >= low) & (value <= high) & (value > 0) | (zero & (value == 0))  # float32 has no smallest float64
+    if number or (many and jnp.issubdtype(value.dtype, np.floating)):
+        x: Any = np.asarray(value, np.float64) if many else value if isinstance(value, int) else float(value)
+        fits = (x >= low) & (x <= high) | (zero & (x == 0))
         if not (fits.all() if many else fits):
-            first = np.asarray(value)[~np.asarray(fits)].flat[0] if many else value
+            first = x[~fits].flat[0] if many else value
             raise ValueError(f"{name}={shown(first) if isinstance(first, int) else f'{first:g}'} must be {words}")
         if number:
             return float(value)

@@ -1,5 +1,7 @@
 """The specification: materialised logits and JAX's own differentiation. For tests, small inputs and any derivative."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -23,7 +25,10 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
         z = z + _product(_product(hidden, present(head.down), 1, spec), head.up, 1, spec)
     # 0·inf of the weight's is nan, and so are the derivatives of what a cap or an infinite scale makes of it.
     z = z if mask is None else jnp.where(mask[:, None], z, 0)
-    z = head.cap(z, head.bias, inverse_temperature)
+    if (scale := head.logit_scale) is not None and head.bias is not None:
+        # Of a column that is banned by its bias 0·(-inf) is 0, also in the scale's derivative.
+        scale = jnp.where(jnp.isinf(head.bias), jax.lax.stop_gradient(scale), scale)[None, :]
+    z = dataclasses.replace(head, logit_scale=scale).cap(z, head.bias, inverse_temperature)
     return z if mask is None else jnp.where(mask[:, None], z, 0)
 
 

@@ -216,4 +216,5 @@ def sum_over_devices(
 
 def added(total: jax.Array, gradient: jax.Array) -> jax.Array:
     """`total` with a gradient in the accumulator dtype, rounded once."""
-    return (total.astype(gradient.dtype) + gradient).astype(total.dtype)
+    wide = jnp.promote_types(total.dtype, gradient.dtype)
+    return (total.astype(wide) + gradient.astype(wide)).astype(total.dtype)

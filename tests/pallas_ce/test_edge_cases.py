@@ -52,6 +52,14 @@ def test_smoothing_over_a_minus_infinity_column_is_infinite_unless_its_weight_is
     assert np.isfinite(traced(0.0))
 
 
+def test_a_banned_columns_share_of_the_scales_gradient_is_zero() -> None:
+    p = _with(make(0, 6, 5, 8), [1] * 6, {"bias": np.where(np.arange(8) == 3, np.float32(-np.inf), 0)})
+    p.arrays["logit_scale"] = np.float32(0.8)
+    scales = [library_results(p, name, "auto")[1]["logit_scale"] for name in ("reference", "xla")]
+    assert np.isfinite(scales).all()
+    assert_close(*scales, 1e-5)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla", "stored logits"])
 def test_metrics_describe_the_call(implementation: str) -> None:
     p = make(0, 30, 6, 9)

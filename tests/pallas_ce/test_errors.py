@@ -109,6 +109,8 @@ OF_ONE: dict[str, list[Row]] = {
         ({"labels": None}, TypeError, "labels is a NoneType"),
         ({"labels": LABELS[:, None]}, ValueError, r"labels have shape \(4, 1\); hidden's leading shape \(4,\)"),
         ({"labels": LABELS > 1}, TypeError, "labels have dtype bool; they must be integers"),
+        ({"labels": np.eye(4, 5)}, TypeError, "they must be integers; of class probabilities take labels.argmax"),
+        ({"weight": LABELS}, ValueError, "must have two axes, .*; arguments come as hidden, weight, labels"),
         ({"labels": np.array([0, -100, 2**32, -9]), "validate_labels": True}, ValueError,
          rf"labels\[2\]={2**32} is neither in \[0, vocab_size=5\) nor ignore_index=-100"),
         ({"labels": np.array([0, -100]), "hidden": HIDDEN[:2], "validate_labels": True, "ignore_index": None},

@@ -253,6 +253,12 @@ def test_temperatures_outside_their_range_are_refused_with_its_bounds(name: str,
         HEADS[name](LARGE["hidden"], LARGE["weight"], ROWS, temperature=wrong)
 
 
+def test_a_narrow_temperature_is_no_overflow() -> None:
+    wide = HEADS["linear_log_probs"](LARGE["hidden"], LARGE["weight"], ROWS, temperature=np.full(40, 1.5))
+    narrow = HEADS["linear_log_probs"](LARGE["hidden"], LARGE["weight"], ROWS, temperature=np.full(40, 1.5, np.float16))
+    jax.tree.map(np.testing.assert_array_equal, narrow, wide)
+
+
 @pytest.mark.nightly(keep=1)
 @every_function
 def test_no_tracer_outlives_its_trace(name: str) -> None:

@@ -84,6 +84,15 @@ def test_a_narrow_sum_is_rounded_once(backward: Any, scratch_bytes: int | None) 
     assert narrow.hidden.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_a_wide_sum_keeps_its_bits(backward: Any) -> None:
+    with jax.enable_x64(True):
+        hidden, weight, start = jnp.ones((4, 3), jnp.float32), jnp.ones((5, 3)), jnp.full((5, 3), 1 + 1e-12)
+        options: Any = {"dtype": jnp.float32, "loss_scale": 0.0, "backward": backward}
+        found = linear_cross_entropy_and_gradients(hidden, weight, jnp.arange(4), start, **options)
+        np.testing.assert_array_equal(found.weight_sum, start)
+
+
 def test_micro_batches_in_a_scan_are_the_whole_batch() -> None:
     p = make(3, 64, 16, 96)
     hidden, labels = p.arrays["hidden"].reshape(4, 16, 16), p.labels.reshape(4, 16)

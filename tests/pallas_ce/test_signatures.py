@@ -55,6 +55,8 @@ def test_no_other_argument_is_taken(name: str) -> None:
         ("softcap", "logit_softcap"),
         ("lse_square_scale", "z_loss"),
         ("ce_weight", "class_weights"),
+        ("mask", "token_weights"),
+        ("label_smothing", "label_smoothing"),
     ],
 )
 def test_other_libraries_names_are_recognised(word: str, ours: str) -> None:

@@ -127,6 +127,14 @@ def test_the_last_backward_of_a_graph_gives_what_one_that_keeps_it_does(head, dt
     assert [x.stride() for x in last] == [x.stride() for x in inputs]
 
 
+@pytest.mark.parametrize("tokens", [5, 256])
+def test_losses_by_row_may_be_changed_in_place(tokens):
+    """With as many rows as a program has, and with fewer."""
+    head, target = (torch.randn(tokens, 8, requires_grad=True), torch.randn(50, 8)), torch.arange(tokens) % 50
+    want = gradients(2 * linear_log_probs(*head, target).sum(), head[:1])
+    assert_close(gradients(linear_log_probs(*head, target).mul_(2).sum(), head[:1]), want)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_loss_may_be_changed_in_place_but_not_the_weight_before_the_backward(head, mode):
     loss = linear_cross_entropy(*head, backward=mode)

@@ -78,6 +78,30 @@ class MeanForCausalLM(hf.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
+class AddsInTraining(hf.LlamaForCausalLM):
+    """A model that adds to its loss in training alone."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        if self.training and labels is not None:
+            out.loss = out.loss + 1
+        return out
+
+
+class Prompted(hf.LlamaForCausalLM):
+    """A model with an input of its own."""
+
+    def forward(self, input_ids=None, labels=None, prompt=None, **kwargs):
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+def test_an_argument_that_the_backbone_does_not_take_is_refused():
+    model = patch_causal_lm(Prompted(hf.LlamaConfig(**SIZES)).train())
+    assert model(**batch(), prompt=None).logits is None
+    with pytest.raises(ValueError, match="prompt is an argument of Prompted's own forward"):
+        model(**batch(), prompt=torch.ones(2))
+
+
 def on_meta():
     with torch.device("meta"):
         return make("olmo2")
@@ -89,6 +113,7 @@ def on_meta():
         (lambda: torch.nn.Linear(2, 2), "model is a Linear"),
         (lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)), "model is a LlamaModel"),
         (lambda: ScaledForCausalLM(hf.LlamaConfig(**SIZES)), "logits differ"),
+        (lambda: AddsInTraining(hf.LlamaConfig(**SIZES)), "its own loss of four labels is"),
         (lambda: torch.nn.DataParallel(make()), "like the `module` that it wraps"),
         (lambda: torch.compile(make(), backend="eager"), "like the `_orig_mod` that it wraps"),
         (encoder_and_decoder, "T5ForConditionalGeneration has an encoder and a decoder"),

@@ -310,5 +310,5 @@ def scalars(dtype: torch.dtype, given: Mapping[str, Any], *names: str) -> dict[s
             shape(name, value, ())
             found[name] = value.to(wide(dtype))
         elif (number := integration.check_scalar(name, value, *bounds)) != absent:
-            found[name] = torch.tensor(number, dtype=wide(dtype))
+            found[name] = torch.tensor(number, dtype=wide(dtype), device="cpu")
     return found

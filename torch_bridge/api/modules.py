@@ -101,6 +101,8 @@ class LinearCrossEntropyLoss(nn.Module):
         allowed = inspect.signature(linear_cross_entropy).parameters.keys() - _GIVEN
         if unknown := sorted(set(options) - allowed):
             raise TypeError(f"unknown options {unknown}; choose from {sorted(allowed)}")
+        if own := [name for name, x in options.items() if isinstance(x, nn.Parameter)]:
+            raise TypeError(f"{own[0]} is an nn.Parameter, which this module would not own: call linear_cross_entropy")
         checks.kept(options)
         self.weight = weight
         self.register_parameter("bias", bias)

@@ -108,8 +108,9 @@ class Operation:
         key = (_vocab_axis(tensors[1]), *static, *[None if x is None else (x.shape, x.dtype) for x in tensors])
         if (program := self._known.get(key)) is None:
             program = programs.program(self.signature(tensors, static), calls.bucket(tensors[0].shape[0]))
-            if len(self._known) >= _CALLS_KNOWN:
-                self._known.clear()
+            cached = programs.program.cache_info()
+            if len(self._known) >= _CALLS_KNOWN or cached.currsize == cached.maxsize:
+                self._known.clear()  # and lets go of programs that the cache has evicted
             self._known[key] = program
         return program
 

@@ -52,7 +52,7 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
             itself may be in `modules_to_save`, or have one active LoRA, which then is trained without an array of the
             weight's size.
         skip_logits: with labels, compute no logits in evaluation either: for `Trainer` without `compute_metrics`. That
-            loss is the model's own, without `label_smoothing` and `z_loss`.
+            loss is the model's own, without `label_smoothing` and `z_loss`. Where no label counts it is 0, and not NaN.
         options: `label_smoothing`, `z_loss`, `backward`, `precision`, `implementation`, `scratch_bytes`,
             `validate_labels` of `linear_cross_entropy`. A label outside the vocabulary is an error, on a GPU one of the
             device's own, as in the model's own loss. With `validate_labels=True` the host waits for the labels, and the

@@ -45,13 +45,13 @@ def of(model: Any) -> Patch | None:
 
 
 def put(model: Any, patch: Patch) -> None:
-    """Patches a model that has its class's own forward, and serves TRL's trainers."""
+    """Patches a model that has its class's own forward, and serves TRL's trainers: first, as that may fail."""
+    _serve(model, patch)
     model.__dict__.pop("forward", None)  # as a wrapper that was taken off again leaves it
     if not isinstance(model, _Patched):
         kind: Any = type(model)
         model.__class__ = _class(kind)
     model.__dict__[_ATTRIBUTE] = patch
-    _serve(model, patch)
 
 
 def take_away(model: Any) -> None:
@@ -122,6 +122,18 @@ def _class(own: Any) -> type:
     return type(own.__name__, (_Patched, own), {**names, "forward": forward, "_own_class": own})
 
 
+def _check_arguments(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> None:
+    """Refuses arguments of a user's own forward that the backbone does not name, and would let pass."""
+    known = inspect.signature(causal_lm.backbone(model).forward).parameters
+    for name, value in given.items():
+        own = signature.parameters.get(name)
+        if own is not None and name not in known and value is not own.default:
+            raise ValueError(
+                f"{name} is an argument of {type(model).__name__}'s own forward, which a loss without logits passes "
+                "over: use LinearCrossEntropyLoss in that forward, or unpatch_causal_lm(model)"
+            )
+
+
 def _serve(model: Any, patch: Patch) -> None:
     trl.serve(model, {name: x for name, x in patch.options.items() if name in OF_A_HEAD})
 
@@ -141,6 +153,8 @@ def _forward(
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL and given.pop(parameter.name, ()):
+            raise TypeError(f"the forward of {type(model).__name__} takes any arguments: pass them by name")
     kept, shifted = given.get("logits_to_keep", 0), given.get("shift_labels")
     labels, shift = (given.get("labels"), 1) if shifted is None else (shifted, 0)
     if skip_logits is None:
@@ -158,6 +172,8 @@ def _forward(
     for_backbone = {name: value for name, value in given.items() if name not in _FOR_THE_HEAD and value is not None}
     if with_routers := causal_lm.with_routers(model, given.get("output_router_logits")):
         for_backbone["output_router_logits"] = True
+    if not theirs.__module__.startswith("transformers."):
+        _check_arguments(model, signature, for_backbone)
     head = causal_lm.head(model)
     if why := causal_lm.passed_over(model, head):  # changed since it was patched
         raise ValueError(f"{why}, or use unpatch_causal_lm(model)")

@@ -119,7 +119,9 @@ def _run(
         for x, (_, shape) in zip(given, taken, strict=True)
     ]
     found = exchange.run(compiled, names, padded, like.device, staying)
-    return [x[:rows] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, results, strict=True)]
+    # Detached: PyTorch lets no caller change a view in place that was made inside of a custom function.
+    by_row = [shape.by_row and isinstance(x, Tensor) for x, shape in zip(found, results, strict=True)]
+    return [x[:rows].detach() if cut else x for x, cut in zip(found, by_row, strict=True)]
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:

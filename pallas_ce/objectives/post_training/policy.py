@@ -173,11 +173,13 @@ def policy_loss(
     if ratio_limit is not None:
         if objective != "clip":
             raise ValueError(f"ratio_limit={ratio_limit!r} is for objective='clip', not {objective!r}")
-        if not arguments.scalar("ratio_limit", ratio_limit) > most:
+        limit = arguments.scalar("ratio_limit", ratio_limit)
+        if arguments.is_plain(limit) and arguments.is_plain(most) and not limit > most:
             raise ValueError(f"ratio_limit={ratio_limit!r} must lie above 1 + clip_high={most}")
     if objective == "clip":
-        limited = ratio if ratio_limit is None else jnp.minimum(ratio, ratio_limit)
-        gained = jnp.minimum(limited * advantages, jnp.clip(ratio, least, most) * advantages)
+        gained = (ratio if ratio_limit is None else jnp.minimum(ratio, ratio_limit)) * advantages
+        clipped = jnp.clip(ratio, least, most) * advantages
+        gained = jnp.where(gained > clipped, clipped, gained)  # a minimum's gradient is halved where both are equal
     elif objective == "cispo":
         gained = jax.lax.stop_gradient(jnp.clip(ratio, least, most)) * advantages * log_probs
     else:

@@ -149,6 +149,15 @@ def test_without_old_log_probs_the_gradient_is_that_of_the_score_function() -> N
     np.testing.assert_allclose(gradient, [[-0.5, -0.5], [0.25, 0.25]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_at_its_bound_has_its_whole_gradient(advantage: float) -> None:
+    """As the first of several updates has it where a bound is 0: all ratios are 1."""
+    old = jnp.zeros((1, 2))
+    for bounds in ({"clip_low": 0.0}, {"clip_high": 0.0}, {"clip_low": 0.0, "clip_high": 0.0, "ratio_limit": 3.0}):
+        gradient = jax.grad(policy_loss)(old, jnp.full(1, advantage), old_log_probs=old, **bounds)
+        np.testing.assert_array_equal(gradient, np.full((1, 2), -advantage / 2))
+
+
 def test_metrics_count_the_tokens_whose_gradient_is_clipped() -> None:
     log_probs = jnp.log(jnp.array([[0.1, 0.1, 0.9, 0.9, 0.5]]))
     advantages = jnp.array([[1.0, -1.0, 1.0, -1.0, 1.0]])
