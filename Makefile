@@ -17,7 +17,7 @@ CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 OF_TORCH := tests/torch_bridge tests/experiments/test_bench_torch.py
 WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
 PY = $(VENV)/bin/python
-# A process that has run its share takes of the other's: times differ by a hundred.
+# A process that has run its share takes from the other's: the times of tests differ a hundredfold.
 PYTEST = -m pytest -n $(WORKERS) --dist=worksteal
 QUICKLY = $(PYTEST) --hypothesis-profile=quick
 export PYTHON TAG
@@ -50,7 +50,7 @@ test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (an 
 setup: $(VENV)/.dev  ## make the development environment
 
 # Those of other versions; the development environment's TPU compiler is no part, as it would change under running tests.
-environments: $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.keras-hub $(OLDEST)/.dev  ## make those of the newest and oldest versions
+environments: $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(TRAINERS)/.keras-hub $(OLDEST)/.dev  ## make the environments of the newest and oldest versions
 
 format: $(VENV)/.dev  ## format the code and apply the linter's safe fixes
 	@$(PY) -m ruff check --fix-only --quiet .

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_modules import nnx as on_nnx
 from tests.flax_modules.oracle import (
@@ -144,6 +145,15 @@ def test_rows_shorter_than_the_number_of_tokens_have_nothing_to_count(mtp, hidde
     assert not np.any(projections(grads)[0])
 
 
+def test_weights_of_the_heads_are_as_wide_as_their_losses(hidden, labels):
+    with jax.enable_x64(True):
+        heads = [on_nnx.LossHead(FEATURES, VOCAB, param_dtype=jnp.float64, rngs=nnx.Rngs(i)) for i in range(3)]
+        several = on_nnx.MultiTokenLossHead(heads)
+        x = jnp.asarray(hidden, jnp.float64)
+        want = sum(head(x, y) for head, y in zip(heads, several.future_labels(labels), strict=True)) / 3
+        np.testing.assert_allclose(several(x, labels), want, rtol=1e-14)
+
+
 def test_construction_names_what_is_wrong(framework, hidden, labels):
     one, other = head(framework), head(framework, VOCAB + 1)
     for message, given in (
@@ -155,6 +165,8 @@ def test_construction_names_what_is_wrong(framework, hidden, labels):
     ):
         with pytest.raises(ValueError, match=message):
             initialised(of(framework, "MultiTokenLossHead", *given), hidden, labels)
+    with pytest.raises(TypeError, match="head is a int; it must be a LossHead"):
+        initialised(of(framework, "MultiTokenLossHead", 3), hidden, labels)
     with pytest.raises(ValueError, match=r"pass rngs=nnx\.Rngs"):
         on_nnx.MultiTokenLossHead(head(on_nnx), K)
 

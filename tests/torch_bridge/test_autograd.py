@@ -127,6 +127,13 @@ def test_the_last_backward_of_a_graph_gives_what_one_that_keeps_it_does(head, dt
     assert [x.stride() for x in last] == [x.stride() for x in inputs]
 
 
+def test_numbers_as_options_are_where_the_inputs_are(head):
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "normalizer": 7.0, "logit_scale": 0.5}
+    want = linear_cross_entropy(*head, **options)
+    with torch.device("meta"):
+        assert torch.equal(linear_cross_entropy(*head, **options), want)
+
+
 @pytest.mark.parametrize("tokens", [5, 256])
 def test_losses_by_row_may_be_changed_in_place(tokens):
     """With as many rows as a program has, and with fewer."""

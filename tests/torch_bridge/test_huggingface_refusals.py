@@ -78,6 +78,20 @@ class MeanForCausalLM(hf.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backward": "fwd"}, "backward='fwd' is unknown"),
+        ({"label_smoothing": 2.0}, "label_smoothing=2.0 must be between 0 and 1"),
+        ({"skip_logits": "no"}, "skip_logits='no' must be True or False"),
+    ],
+)
+def test_options_that_no_call_could_take_are_refused_at_once(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        patch_causal_lm(model := make(), **options)
+    assert model(**batch()).logits is not None
+
+
 class AddsInTraining(hf.LlamaForCausalLM):
     """A model that adds to its loss in training alone."""
 
@@ -91,13 +105,13 @@ class AddsInTraining(hf.LlamaForCausalLM):
 class Prompted(hf.LlamaForCausalLM):
     """A model with an input of its own."""
 
-    def forward(self, input_ids=None, labels=None, prompt=None, **kwargs):
+    def forward(self, input_ids=None, labels=None, prompt=None, output_attentions=None, **kwargs):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
 def test_an_argument_that_the_backbone_does_not_take_is_refused():
     model = patch_causal_lm(Prompted(hf.LlamaConfig(**SIZES)).train())
-    assert model(**batch(), prompt=None).logits is None
+    assert model(**batch(), prompt=None, output_attentions=False).logits is None
     with pytest.raises(ValueError, match="prompt is an argument of Prompted's own forward"):
         model(**batch(), prompt=torch.ones(2))
 

@@ -59,6 +59,13 @@ def test_unknown_options_and_layers_without_a_weight_are_refused():
         LinearCrossEntropyLoss.shared_with(layer)
 
 
+def test_options_are_checked_when_the_module_is_made():
+    with pytest.raises(ValueError, match="reduction='avg' is unknown"):
+        LinearCrossEntropyLoss(8, 30, reduction="avg")
+    with pytest.raises(TypeError, match=r"logit_scale is an nn\.Parameter"):
+        LinearCrossEntropyLoss(8, 30, logit_scale=nn.Parameter(torch.ones(())))
+
+
 def test_taking_the_head_moves_its_use_and_not_its_parameters():
     model = nn.Sequential()
     model.add_module("trunk", nn.Linear(8, 8))

@@ -147,8 +147,8 @@ def loss(
 
 def kept(options: Mapping[str, Any]) -> None:
     """Checks options of cross entropy that are kept for later calls, as far as they need no tensors."""
-    reduction, normalizer, backward = map(options.get, ("reduction", "normalizer", "backward"))
-    integration.check_reduction(reduction or "mean", normalizer, backward or "auto")
+    reduction, backward = options.get("reduction", "mean"), options.get("backward", "auto")
+    integration.check_reduction(reduction, options.get("normalizer"), backward)
     scalars(torch.float32, options, "label_smoothing", "z_loss", "logit_scale", "normalizer")
 
 

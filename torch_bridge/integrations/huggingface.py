@@ -34,6 +34,8 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
     `transformers.Trainer`, which passes `num_items_in_batch`. Its option `label_smoothing_factor` makes it ask for
     logits: give `label_smoothing` here instead, which has the same value.
 
+    Where no label counts the loss is 0, and not NaN.
+
     A call with labels takes two more arguments, in evaluation too. `skip_logits` says whether it goes without logits.
     `reduction`, "mean", "sum" or "none", implies that; with "none" the loss is `[..., T]`, at t of the label at t + 1
     and 0 at the end, and `loss.sum(-1) / count` is the logarithm of a text's perplexity. Losses of a mixture's routers
@@ -52,7 +54,7 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
             itself may be in `modules_to_save`, or have one active LoRA, which then is trained without an array of the
             weight's size.
         skip_logits: with labels, compute no logits in evaluation either: for `Trainer` without `compute_metrics`. That
-            loss is the model's own, without `label_smoothing` and `z_loss`. Where no label counts it is 0, and not NaN.
+            loss is the model's own, without `label_smoothing` and `z_loss`.
         options: `label_smoothing`, `z_loss`, `backward`, `precision`, `implementation`, `scratch_bytes`,
             `validate_labels` of `linear_cross_entropy`. A label outside the vocabulary is an error, on a GPU one of the
             device's own, as in the model's own loss. With `validate_labels=True` the host waits for the labels, and the

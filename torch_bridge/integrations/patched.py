@@ -124,7 +124,10 @@ def _class(own: Any) -> type:
 
 def _check_arguments(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> None:
     """Refuses arguments of a user's own forward that the backbone does not name, and would let pass."""
-    known = inspect.signature(causal_lm.backbone(model).forward).parameters
+    from transformers.utils.generic import TransformersKwargs
+
+    known = TransformersKwargs.__annotations__.keys() | {"use_cache", "cache_position"}
+    known |= inspect.signature(causal_lm.backbone(model).forward).parameters.keys()
     for name, value in given.items():
         own = signature.parameters.get(name)
         if own is not None and name not in known and value is not own.default:
