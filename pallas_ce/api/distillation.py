@@ -113,8 +113,8 @@ def linear_distillation(
         dtype: compute dtype of the student's products.
         precision: how float32 operands of the student's products are multiplied; see `linear_cross_entropy`.
         teacher_vocab_axis: by default the student's.
-        implementation: "xla" or None (any platform), "triton" (kernels for NVIDIA GPUs from Ampere on), or "reference"
-            (materialised logits, any derivative).
+        implementation: "xla" (any platform), "triton" (kernels for NVIDIA GPUs from Ampere on), "reference"
+            (materialised logits, any derivative), or None: the kernels where they serve both heads, else "xla".
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than both heads' logits would take (but
             at least 1 MiB). "triton" needs a row of both heads' logits.
 

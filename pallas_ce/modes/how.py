@@ -197,7 +197,6 @@ class Work(NamedTuple):
     split: bool = False  # whether it is split inside a `shard_map`
     # For losses by row, and for a sum; None: by what the scratch holds.
     modes: tuple[Mode | None, Mode | None] | None = (None, None)
-    default: str | None = None  # the implementation without a name; None: the fastest for the device
 
 
 WORK: dict[Task, Work] = {
@@ -219,7 +218,6 @@ WORK: dict[Task, Work] = {
         "does not serve distillation; choose from 'triton', 'xla', 'reference' or None",
         split=True,
         modes=("recompute", "recompute"),
-        default="xla",
     ),
 }
 
@@ -268,12 +266,16 @@ def decide(
             work.refusal(name, spec, rows) if teacher is None else refusal_of_pair(name, (spec, teacher), scratch_bytes)
         )
 
+    def slower(name: str) -> str | None:
+        heads = (spec, teacher) if teacher is not None else (spec,) if work.modes is None else ()
+        return next(filter(None, map(select.load(name).slower, heads)), None)
+
     name, reason, default = select.select(
-        work.default if implementation is None else implementation,
+        implementation,
         refusal,
         arrays,
         checked=checked or (shards is not None and shards.typed),
-        slower=lambda name: select.load(name).slower(spec) if work.modes is None else None,
+        slower=slower,
     )
     if name == "reference":
         if backward != "auto":

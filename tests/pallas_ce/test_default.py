@@ -24,6 +24,7 @@ from pallas_ce import (
     cross_entropy,
     explain,
     linear_cross_entropy,
+    linear_distillation,
     linear_log_probs,
     linear_loss,
     linear_row_statistics,
@@ -246,6 +247,21 @@ def test_one_mode_serves_both_platforms_and_the_kernels_choose_it(gpu: str) -> N
 def test_what_no_kernel_can_serve_is_silently_xlas(function: Any, arguments: Any, gpu: str) -> None:
     assert not left_to_lowering(function, *arguments)
     assert not kernels_for("cuda", function, *arguments)
+
+
+@needs_triton
+@on_each_gpu
+@pytest.mark.parametrize(
+    ("options", "teacher", "served"),
+    [({}, {}, {"triton"}), ({"scratch_bytes": 20_000}, {}, set()), ({}, {"teacher_dtype": jnp.float32}, set())],
+    ids=["both", "scratch", "a float32 teacher"],
+)
+def test_two_heads_are_tritons_where_it_serves_both(options: Any, teacher: Any, served: set[str], gpu: str) -> None:
+    del gpu
+    program = jax.grad(lambda h, w, _: linear_distillation(h, w, 2 * h, w, **options, **teacher), (0, 1))
+    assert kernels_for("cuda", program, *structs()) == served
+    assert not kernels_for("cpu", program, *structs())
+    assert left_to_lowering(program, *structs()) == bool(served)
 
 
 WIDE, GPT2 = structs(n=4096, h=1024, v=32768)[:2], structs(h=768, v=50257)[:2]

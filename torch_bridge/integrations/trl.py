@@ -107,7 +107,9 @@ class FusedHead:
         given |= {"divergence": "jsd", "beta": beta} if 0 < beta < 1 else {"divergence": _ENDS[beta]}
         with torch.no_grad():
             row: Any = linear_row_statistics(**student, statistics=("entropy",))
-        return linear_distillation(**given | {"reduction": "none", "implementation": None}), row.entropy
+        if given.get("implementation") == "mosaic_gpu":  # has no kernels for two heads
+            given["implementation"] = None
+        return linear_distillation(**given, reduction="none"), row.entropy
 
 
 def serve(model: Any, options: dict[str, Any]) -> None:
