@@ -134,7 +134,7 @@ OTHERS = ("linear_distillation", "linear_top_k", "linear_sample", "cross_entropy
 ON_GPU: list[tuple[str, Way]] = [
     (name, (implementation, backward))
     for name in CASES
-    if name.startswith(STATISTICS)
+    if name.startswith(STATISTICS) and "vocab_scale" not in CASES[name].inputs  # which no kernels serve
     for implementation in KERNELS
     for backward in sorted({backward for _, backward in CASES[name].ways} - {"auto"})
 ] + [(name, way) for name in CASES if name.startswith(OTHERS) for way in CASES[name].ways if way[0] != "reference"]
