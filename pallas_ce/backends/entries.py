@@ -80,34 +80,37 @@ def exact(head: Head, batch: Batch, gradient: Gradient) -> Entries:
 
 
 def gradients(head: Head, batch: Batch, columns: jax.Array, logits: jax.Array, gradient: Gradient) -> jax.Array:
-    """Exact dlogits of `columns`, `[n]` or `[n, K]`, whose logits are given."""
-    spec, (coefficients, reference, argmax, *_) = head.spec, gradient
-    u = None
-    if coefficients.logit_weights is not None:
+    """Exact dlogits of `columns`, `[n]` or `[n, K]` as the labels are, whose logits are given."""
+    spec, (c, reference, argmax, *_) = head.spec, gradient
+    u, target = None, None
+    if c.logit_weights is not None:
         given = head.logit_weights
         u = jnp.full(columns.shape, spec.uniform_weight) if given is None else given[jnp.maximum(columns, 0)]
+    if c.target is not None:  # of a row's K each stands once
+        labels = present(batch.labels)
+        values = jnp.where(spread(columns, labels) == labels, c.target, 0.0)
+        target = values.sum(axis=1) if columns.ndim < labels.ndim else values
 
-    def one(column: Any, logit: Any, u: Any, *of_row: Any) -> jax.Array:
-        column, logit, u, (c, reference, label, argmax, inverse) = jax.tree.map(
-            lambda x: x[None], (column, logit, u, of_row)
+    def one(column: Any, logit: Any, u: Any, target: Any, *of_row: Any) -> jax.Array:
+        column, logit, u, target, (c, reference, argmax, inverse) = jax.tree.map(
+            lambda x: x[None], (column, logit, u, target, of_row)
         )
-        return coef.dlogits(c, logit[None], reference, column, None, label, argmax, u, head.bound(inverse))[0, 0]
+        c = c._replace(target=target)
+        return coef.dlogits(c, logit[None], reference, column, None, column, argmax, u, head.bound(inverse))[0, 0]
 
-    of_rows = (coefficients, reference, batch.labels, argmax, batch.inverse_temperature)
+    of_rows = (c._replace(target=None), reference, argmax, batch.inverse_temperature)
     every = jax.vmap(one)
     if columns.ndim == 2:
-        every = jax.vmap(jax.vmap(one, in_axes=(0, 0, 0, *[None] * len(of_rows))))
-    return every(columns, logits, u, *of_rows)
+        every = jax.vmap(jax.vmap(one, in_axes=(0, 0, 0, 0, *[None] * len(of_rows))))
+    return every(columns, logits, u, target, *of_rows)
 
 
 def put(stored: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """Sets entries of each row of `stored [n', c]`; none where a column is not among those `c`.
-
-    Equal columns of a row have equal values.
-    """
+    """Sets entries of each row of `stored [n', c]`, none of them twice; none where a column is not among those `c`."""
     rows = spread(jnp.arange(columns.shape[0]), columns)
-    inside = jnp.where(columns >= 0, columns, stored.shape[1])
-    return stored.at[rows, inside].set(values.astype(stored.dtype), mode="drop", unique_indices=columns.ndim == 1)
+    beyond = stored.shape[1] + lax.broadcasted_iota(jnp.int32, columns.shape, columns.ndim - 1)
+    places = jnp.where(columns >= 0, columns, beyond)  # of which no two of a row are equal either
+    return stored.at[rows, places].set(values.astype(stored.dtype), mode="drop", unique_indices=True)
 
 
 def put_among(stored: jax.Array, entries: Entries, start: jax.Array | int, first: jax.Array, count: Any) -> jax.Array:

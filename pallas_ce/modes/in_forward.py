@@ -107,7 +107,7 @@ def _statistics_and_sums(
         cotangents = call.row_cotangents(statistics, block, block_inputs)
         if cotangent is not None:
             cotangents = jax.tree.map(lambda g: cotangent * g, cotangents)
-        coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
+        coefficients, block_batch = coef.of_batch(cotangents, statistics, block_batch)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
         coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
         gradient = Gradient(

@@ -146,8 +146,9 @@ def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Sta
 
     def operation(how: How, local: Local) -> tuple[jax.Array, Arrays]:
         rows, (kept, cotangents) = local.rows, local.rows.more
-        coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
-        stored = StoredLogits(how, rows._replace(more=(coefficients, kept)), local.head)
+        coefficients, batch = coef.of_batch(cotangents, kept, rows.batch)
+        more = coef.select(coefficients, rows.mask), kept
+        stored = StoredLogits(how, rows._replace(batch=batch, more=more), local.head)
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
             part = stored.of(block, buffer)

@@ -84,7 +84,8 @@ def _gradients(
 ) -> tuple[jax.Array | None, Arrays]:
     shards, rows, head, _ = local
     kept, cotangents = rows.more
-    coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
+    coefficients, batch = coef.of_batch(cotangents, kept, rows.batch)
+    coefficients = coef.select(coefficients, rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
     coefficients = coef.measured_from_largest(coefficients, kept.get("log_sum"))
     reference = kept["max_logit"] if coefficients.prob is not None else None
@@ -94,7 +95,7 @@ def _gradients(
 
     def products(block: RowBlock) -> TileStep:
         block_coefficients = coef.select(jax.tree.map(block.take, coefficients), block.valid)
-        block_batch, block_reference, block_argmax = jax.tree.map(block.take, (rows.batch, reference, argmax))
+        block_batch, block_reference, block_argmax = jax.tree.map(block.take, (batch, reference, argmax))
         gradient = Gradient(block_coefficients, block_reference, block_argmax, needs, factor)
         return backend.recompute(head, block_batch, gradient, plan, block)
 

@@ -18,6 +18,7 @@ capped logits, `dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and
 end.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -26,11 +27,11 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.head import Batch
+from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import places_in_tile, present, reference_of
 from pallas_ce.statistics.row import primitive_names, spread
 from pallas_ce.statistics.table import PRIMITIVES, Values
 from pallas_ce.statistics.table import Coefficients as Coefficients
-from pallas_ce.streaming.loops import fori_loop
 
 
 def saved_statistics(names: frozenset[str]) -> frozenset[str]:
@@ -38,25 +39,29 @@ def saved_statistics(names: frozenset[str]) -> frozenset[str]:
     return frozenset(saved for name in primitive_names(names) for saved in PRIMITIVES[name].saved)
 
 
-def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None = None) -> Coefficients:
-    """Coefficients from the statistics' cotangents (absent where zero), and those that `saved_statistics` names.
-
-    Without a `batch` there is no temperature, and targets that repeat are not added up.
-    """
+def from_cotangents(cotangents: Values, statistics: Values) -> Coefficients:
+    """Coefficients from the statistics' cotangents (absent where zero), and those that `saved_statistics` names."""
     found: Values = {}
     for name, statistic in PRIMITIVES.items():
         if name in cotangents:
             for term, value in statistic.coefficients(cotangents[name], statistics).items():
                 found[term] = found[term] + value if term in found else value
-    if "target" in found and batch is not None and batch.labels is not None and batch.labels.ndim == 2:
-        found["target"] = at_first_occurrence(found["target"], batch.labels)
     coefficients = Coefficients(**found)
-    if batch is not None and (inverse := batch.inverse_temperature) is not None:
-        coefficients = coefficients.map(lambda c: c * spread(inverse, c))
     if coefficients.prob is None:
         return coefficients
     # A row of -inf only has no distribution to change: gradient 0.
     return select(coefficients, ~jnp.isneginf(statistics["max_logit"]))
+
+
+def of_batch(cotangents: Values, statistics: Values, batch: Batch) -> tuple[Coefficients, Batch]:
+    """`from_cotangents` at the batch's temperatures, and the batch with each target of a row once."""
+    coefficients, labels = from_cotangents(cotangents, statistics), batch.labels
+    if coefficients.target is not None and labels is not None and labels.ndim == 2:
+        target, labels = each_once(coefficients.target, labels)
+        coefficients, batch = coefficients._replace(target=target), batch._replace(labels=labels)
+    if (inverse := batch.inverse_temperature) is not None:
+        coefficients = coefficients.map(lambda c: c * spread(inverse, c))
+    return coefficients, batch
 
 
 def measured_from_largest(coefficients: Coefficients, log_sum: jax.Array | None) -> Coefficients:
@@ -80,23 +85,23 @@ def measured_from_largest(coefficients: Coefficients, log_sum: jax.Array | None)
     return c._replace(**found)
 
 
-def at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
-    """`values [n, K]` summed over equal labels of a row, at the first of them, and 0 at the others.
+def each_once(values: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`values [n, K]` summed over equal labels of a row, at the first of them, and the labels; else 0 and `NO_TARGET`.
 
     Adding them into dlogits then has the same result in any order: same inputs, same bits, also where a device
-    scatters with atomic additions. One target at a time, for the sake of memory.
+    scatters with atomic additions. Sorted, for K may be a thousand.
     """
-    order = jnp.arange(labels.shape[1])
+    pick = functools.partial(jnp.take_along_axis, axis=1, mode="promise_in_bounds")
 
-    def body(k: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        total, repeated = carry
-        label, value = (lax.dynamic_slice_in_dim(x, k, 1, axis=1) for x in (labels, values))
-        equal = labels == label
-        return total + jnp.where(equal, value, 0), repeated | (equal & (order > k)[None, :])
+    def added(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return right[0], jnp.where(left[0] == right[0], left[1] + right[1], right[1])
 
-    init = (jnp.zeros_like(values), jnp.zeros(labels.shape, bool))
-    total, repeated = fori_loop(0, labels.shape[1], body, init)
-    return jnp.where(repeated, 0, total)
+    order = jnp.argsort(labels, axis=1)
+    ids = pick(labels, order)
+    _, totals = lax.associative_scan(added, (ids, pick(values, order)), reverse=True, axis=1)
+    first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    back = jnp.argsort(order, axis=1)
+    return pick(jnp.where(first, totals, 0), back), pick(jnp.where(first, ids, NO_TARGET), back)
 
 
 def select(coefficients: Coefficients, valid: jax.Array | None) -> Coefficients:

@@ -12,6 +12,7 @@ import pytest
 from pallas_ce.statistics.gradient import (
     Coefficients,
     dlogits,
+    each_once,
     exponent_above,
     normalise,
     power_of_two,
@@ -36,6 +37,20 @@ def drawn_coefficients(draw: Any) -> Coefficients:
     if fields[0] is None and (fields[1] is not None or fields[2] is not None):
         fields[0] = jnp.zeros(N)
     return Coefficients(*fields)
+
+
+@hypothesis.given(k=st.integers(1, 40), ids=st.integers(1, 50), seed=st.integers(0, 2**31))
+def test_each_target_of_a_row_is_left_once_with_the_sum_of_its_values(k: int, ids: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    labels, values = rng.integers(-1, ids, size=(N, k)), rng.normal(size=(N, k)).astype(np.float32)
+    sums, left = map(np.asarray, each_once(jnp.asarray(values), jnp.asarray(labels)))
+    for row in range(N):
+        there = left[row] >= 0
+        of_row, first = np.unique(labels[row], return_index=True)
+        np.testing.assert_array_equal(np.flatnonzero(there), np.sort(first[of_row >= 0]))
+        np.testing.assert_array_equal(left[row][there], labels[row][there])
+        equal = labels[row] == labels[row][:, None]
+        np.testing.assert_allclose(sums[row][there], (equal * values[row].astype(np.float64)).sum(1)[there], 1e-5, 1e-5)
 
 
 @hypothesis.given(coefficients=drawn_coefficients())

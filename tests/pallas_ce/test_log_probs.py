@@ -1,5 +1,7 @@
 """`linear_log_probs`: what it returns; and over a support, against a softmax of the kept logits in float64."""
 
+import importlib.util
+import math
 from typing import Any
 
 import hypothesis
@@ -8,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jex
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_ce import linear_log_probs
 from tests.pallas_ce import oracle
@@ -15,6 +19,7 @@ from tests.pallas_ce.checks import assert_close, call, with_gradients
 from tests.pallas_ce.problems import Problem, problems
 from tests.pallas_ce.streamed import no_stored_logits
 
+H200 = AbstractDevice("NVIDIA H200", 132, platform="cuda")
 HIDDEN, WEIGHT = jnp.arange(12.0).reshape(4, 3) / 7, jnp.sin(jnp.arange(15.0)).reshape(5, 3)
 
 
@@ -114,3 +119,30 @@ def test_no_array_of_rows_times_vocabulary(support: bool) -> None:
     limit = 2**20 + 4 * n * 64 + 48 * n * k
     shapes = ((n, 64), jnp.bfloat16), ((v, 64), jnp.bfloat16), ((n, k), jnp.int32)
     no_stored_logits(jax.grad(total, (0, 1)), n, v, limit, *shapes)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu", "triton"])
+def test_the_gradients_work_grows_by_ids_and_not_by_pairs_of_them(implementation: str) -> None:
+    if implementation == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("needs the triton extra")
+
+    def total(hidden: Any, weight: Any, support: Any) -> Any:
+        options: Any = {"support": support, "implementation": implementation}
+        return linear_log_probs(hidden, weight, support[:, 0], **options).log_probs.sum()
+
+    def elements(jaxpr: Any) -> int:
+        """Of all results, as often as a loop makes them; kernels' bodies apart."""
+        count = 0
+        for equation in jaxpr.eqns:
+            inner = [] if equation.primitive.name == "pallas_call" else jex.jaxprs_in_params(equation.params)
+            count += equation.params.get("length", 1) * sum(map(elements, inner))
+            count += sum(math.prod(x.aval.shape) for x in equation.outvars)
+        return count
+
+    def work(k: int) -> int:
+        shapes = ((256, 64), jnp.bfloat16), ((4096, 64), jnp.bfloat16), ((256, k), jnp.int32)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=H200)):
+            traced = jax.jit(jax.grad(total, (0, 1))).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        return elements(traced.jaxpr.jaxpr)
+
+    assert work(1024) - work(512) <= 2.2 * (work(512) - work(256))
