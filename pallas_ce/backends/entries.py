@@ -109,7 +109,7 @@ def put(stored: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
     """Sets entries of each row of `stored [n', c]`, none of them twice; none where a column is not among those `c`."""
     rows = spread(jnp.arange(columns.shape[0]), columns)
     beyond = stored.shape[1] + lax.broadcasted_iota(jnp.int32, columns.shape, columns.ndim - 1)
-    places = jnp.where(columns >= 0, columns, beyond)  # of which no two of a row are equal either
+    places = jnp.where(columns >= 0, columns, beyond)  # no two of a row are equal here, too
     return stored.at[rows, places].set(values.astype(stored.dtype), mode="drop", unique_indices=True)
 
 
