@@ -100,8 +100,8 @@ def each_once(values: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arra
     ids = pick(labels, order)
     _, totals = lax.associative_scan(added, (ids, pick(values, order)), reverse=True, axis=1)
     first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
-    back = jnp.argsort(order, axis=1)
-    return pick(jnp.where(first, totals, 0), back), pick(jnp.where(first, ids, NO_TARGET), back)
+    counts, back = first & (ids != NO_TARGET), jnp.argsort(order, axis=1)
+    return pick(jnp.where(counts, totals, 0), back), pick(jnp.where(counts, ids, NO_TARGET), back)
 
 
 def select(coefficients: Coefficients, valid: jax.Array | None) -> Coefficients:

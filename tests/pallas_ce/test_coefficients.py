@@ -49,6 +49,7 @@ def test_each_target_of_a_row_is_left_once_with_the_sum_of_its_values(k: int, id
         of_row, first = np.unique(labels[row], return_index=True)
         np.testing.assert_array_equal(np.flatnonzero(there), np.sort(first[of_row >= 0]))
         np.testing.assert_array_equal(left[row][there], labels[row][there])
+        assert not sums[row][~there].any()
         equal = labels[row] == labels[row][:, None]
         np.testing.assert_allclose(sums[row][there], (equal * values[row].astype(np.float64)).sum(1)[there], 1e-5, 1e-5)
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 import types
 import warnings
+from unittest import mock
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,17 @@ def test_the_function_of_two_heads_returns_what_trls_own_does(beta):
         results.append((divergence, entropy, gradient))
         assert not entropy.requires_grad
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("asked", "served"), [("mosaic_gpu", None), ("triton", "triton"), (None, None)])
+def test_two_heads_are_served_as_the_model_was_patched_where_there_are_such_kernels(asked, served, monkeypatch):
+    found = mock.Mock(), mock.Mock()
+    for name, function in zip(("linear_row_statistics", "linear_distillation"), found, strict=True):
+        monkeypatch.setattr(adapter, name, function)
+    head = adapter.FusedHead(None)
+    head.options = {"implementation": asked}
+    head.divergence(*[None] * 6, 0.0, *[None] * 5)
+    assert [function.call_args.kwargs["implementation"] for function in found] == [asked, served]
 
 
 @pytest.fixture
