@@ -19,6 +19,7 @@ from flax import nnx
 from flax_modules.integrations import check_version
 from flax_modules.nnx import LossHead
 from pallas_ce import linear_distillation, linear_log_probs
+from pallas_ce.api.integration import implementation_of_pair
 
 # The version whose trainers the tests have run.
 TESTED = "0.1.7"
@@ -177,7 +178,8 @@ def logit_strategy(
 
         def compute_loss(self, student_output: Any, teacher_output: Any, labels: jax.Array) -> Any:
             hidden, head = student_output
-            heads = {**head._options(None, "scratch_bytes"), **teacher_output, **self.of_teacher}
+            heads = {**head._options(None, "implementation", "scratch_bytes"), **teacher_output, **self.of_teacher}
+            heads["implementation"] = implementation_of_pair(heads["implementation"])
             divergence = linear_distillation(hidden, **heads, temperature=self.temperature)
             soft, (hard, _) = divergence * self.temperature**2, self.compute_eval_loss(student_output, labels)
             metrics = {"distill/soft_loss": soft, "distill/hard_loss": hard, "distill/kl_div": divergence}

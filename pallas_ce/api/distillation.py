@@ -85,7 +85,7 @@ def linear_distillation(
     which recomputes tiles of both heads' logits and makes the student's gradients. O(N) numbers are kept in between.
     By Triton's kernels "jsd" takes one pass, too: they put the logits of a block of rows in scratch. 16-bit heads have
     float16 logits there, each as its distance from the largest of a tile, up to 65,504, so that small divergences lose
-    digits. So these kernels serve by name only, and XLA is the default on every device.
+    digits; `implementation="xla"` keeps float32 tiles.
 
     Differentiable in `hidden`, `weight`, `bias`, `vocab_scale`, `logit_scale` and `token_weights`, in reverse mode,
     once. The teacher and the temperature are constants: they get no gradient.
@@ -114,7 +114,8 @@ def linear_distillation(
         precision: how float32 operands of the student's products are multiplied; see `linear_cross_entropy`.
         teacher_vocab_axis: by default the student's.
         implementation: "xla" (any platform), "triton" (kernels for NVIDIA GPUs from Ampere on), "reference"
-            (materialised logits, any derivative), or None: the kernels where they serve both heads, else "xla".
+            (materialised logits, any derivative), or None: the kernels where they serve both heads and neither is in
+            full float32, else "xla".
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than both heads' logits would take (but
             at least 1 MiB). "triton" needs a row of both heads' logits.
 

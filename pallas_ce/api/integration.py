@@ -31,6 +31,7 @@ from pallas_ce.head import NO_WEIGHT, Batch, Head, HeadSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.how import How
+from pallas_ce.modes.how import of_pair as implementation_of_pair
 from pallas_ce.modes.how import refusal_of_logits as materialized_refusal
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics

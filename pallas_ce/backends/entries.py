@@ -106,7 +106,7 @@ def gradients(head: Head, batch: Batch, columns: jax.Array, logits: jax.Array, g
 
 
 def put(stored: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """Sets entries of each row of `stored [n', c]`, none of them twice; none where a column is not among those `c`."""
+    """Sets each row's entries of `stored [n', c]` in `columns` that are not negative: below c, none twice."""
     rows = spread(jnp.arange(columns.shape[0]), columns)
     beyond = stored.shape[1] + lax.broadcasted_iota(jnp.int32, columns.shape, columns.ndim - 1)
     places = jnp.where(columns >= 0, columns, beyond)  # no two of a row are equal here, too

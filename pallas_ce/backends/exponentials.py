@@ -163,8 +163,11 @@ class Block(abc.ABC):
         spec, (coefficients, _, argmax, needs, factor, total, hidden_dtype) = head.spec, gradient
         replaced = [
             (columns, entries.gradients(head, batch, columns, logits, gradient))
-            for columns, logits in ((batch.labels, stash.target_logit), (argmax, stash.max_logit))
-            if columns is not None and logits is not None
+            for columns, logits, given in (
+                (batch.labels, stash.target_logit, coefficients.target),
+                (argmax, stash.max_logit, coefficients.argmax),
+            )
+            if columns is not None and logits is not None and given is not None
         ]
         scale = jnp.ones(rows, spec.accumulator)
         gradient = gradient._replace(coefficients=coefficients._replace(target=None, argmax=None))

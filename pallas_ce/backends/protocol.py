@@ -43,7 +43,10 @@ class Plan(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What the gradients of n rows are made of."""
+    """What the gradients of n rows are made of.
+
+    In the batch that comes with it no target of a row repeats: later places have `NO_TARGET`, and a coefficient of 0.
+    """
 
     coefficients: Coefficients  # `[n]` each, normalised and `measured_from_largest`; 0 in rows that are not valid
     reference: jax.Array | None = None  # `[n]`, each row's largest logit, which others are measured from, if needed

@@ -222,6 +222,11 @@ WORK: dict[Task, Work] = {
 }
 
 
+def of_pair(implementation: str | None) -> str | None:
+    """The implementation of two heads where one head is given that: None where it serves no two."""
+    return implementation if implementation in WORK["pair"].serving else None
+
+
 def decide(
     spec: HeadSpec,
     tokens: int,
@@ -262,12 +267,13 @@ def decide(
             return f"it {work.otherwise}"
         if (spec.scaled_entries or (teacher and teacher.scaled_entries)) and select.for_cuda(name):
             return "its kernels know no scale for each vocabulary entry; use 'xla'"
-        return (
-            work.refusal(name, spec, rows) if teacher is None else refusal_of_pair(name, (spec, teacher), scratch_bytes)
-        )
+        if teacher is not None:
+            return refusal_of_pair(name, (spec, teacher), scratch_bytes)
+        return work.refusal(name, spec, rows)
 
     def slower(name: str) -> str | None:
-        heads = (spec, teacher) if teacher is not None else (spec,) if work.modes is None else ()
+        multiplied = (spec,) if work.modes is None else ()
+        heads = multiplied if teacher is None else (spec, teacher)
         return next(filter(None, map(select.load(name).slower, heads)), None)
 
     name, reason, default = select.select(

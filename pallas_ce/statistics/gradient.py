@@ -39,14 +39,21 @@ def saved_statistics(names: frozenset[str]) -> frozenset[str]:
     return frozenset(saved for name in primitive_names(names) for saved in PRIMITIVES[name].saved)
 
 
-def from_cotangents(cotangents: Values, statistics: Values) -> Coefficients:
-    """Coefficients from the statistics' cotangents (absent where zero), and those that `saved_statistics` names."""
+def from_cotangents(
+    cotangents: Values, statistics: Values, inverse_temperature: jax.Array | None = None
+) -> Coefficients:
+    """Coefficients from the statistics' cotangents (absent where zero), and those that `saved_statistics` names.
+
+    Each target has its own, equal ones too.
+    """
     found: Values = {}
     for name, statistic in PRIMITIVES.items():
         if name in cotangents:
             for term, value in statistic.coefficients(cotangents[name], statistics).items():
                 found[term] = found[term] + value if term in found else value
     coefficients = Coefficients(**found)
+    if inverse_temperature is not None:
+        coefficients = coefficients.map(lambda c: c * spread(inverse_temperature, c))
     if coefficients.prob is None:
         return coefficients
     # A row of -inf only has no distribution to change: gradient 0.
@@ -54,13 +61,11 @@ def from_cotangents(cotangents: Values, statistics: Values) -> Coefficients:
 
 
 def of_batch(cotangents: Values, statistics: Values, batch: Batch) -> tuple[Coefficients, Batch]:
-    """`from_cotangents` at the batch's temperatures, and the batch with each target of a row once."""
-    coefficients, labels = from_cotangents(cotangents, statistics), batch.labels
+    """`from_cotangents` at the batch's temperatures, and the batch. A target that has a coefficient stands once."""
+    coefficients, labels = from_cotangents(cotangents, statistics, batch.inverse_temperature), batch.labels
     if coefficients.target is not None and labels is not None and labels.ndim == 2:
         target, labels = each_once(coefficients.target, labels)
         coefficients, batch = coefficients._replace(target=target), batch._replace(labels=labels)
-    if (inverse := batch.inverse_temperature) is not None:
-        coefficients = coefficients.map(lambda c: c * spread(inverse, c))
     return coefficients, batch
 
 
@@ -86,19 +91,18 @@ def measured_from_largest(coefficients: Coefficients, log_sum: jax.Array | None)
 
 
 def each_once(values: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`values [n, K]` summed over equal labels of a row, at the first of them, and the labels; else 0 and `NO_TARGET`.
+    """Each label of a row once: its first place has the sum of its `values [n, K]`, the others 0 and `NO_TARGET`.
 
     Adding them into dlogits then has the same result in any order: same inputs, same bits, also where a device
-    scatters with atomic additions. Sorted, for K may be a thousand.
+    scatters with atomic additions.
     """
     pick = functools.partial(jnp.take_along_axis, axis=1, mode="promise_in_bounds")
-
-    def added(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return right[0], jnp.where(left[0] == right[0], left[1] + right[1], right[1])
-
+    # Sorted, equal ones are neighbours, and K may be a thousand: sums of 2 places, then of 4, 8, and so on.
     order = jnp.argsort(labels, axis=1)
-    ids = pick(labels, order)
-    _, totals = lax.associative_scan(added, (ids, pick(values, order)), reverse=True, axis=1)
+    ids, totals, step = pick(labels, order), pick(values, order), 1
+    while step < labels.shape[1]:
+        further = jnp.where(ids[:, step:] == ids[:, :-step], totals[:, step:], 0)
+        totals, step = totals + jnp.pad(further, ((0, 0), (0, step))), 2 * step
     first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     counts, back = first & (ids != NO_TARGET), jnp.argsort(order, axis=1)
     return pick(jnp.where(counts, totals, 0), back), pick(jnp.where(counts, ids, NO_TARGET), back)

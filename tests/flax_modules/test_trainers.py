@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import sys
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -216,8 +217,10 @@ def test_tunix_policy_losses(mesh, patched, policy, name):
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma2"])
-def test_tunix_distillation(mesh, name):
+def test_tunix_distillation(mesh, name, monkeypatch):
     strategies = pytest.importorskip("tunix.distillation.strategies")
+    divergence = mock.Mock(wraps=tunix.linear_distillation)
+    monkeypatch.setattr(tunix, "linear_distillation", divergence)
     given = batch(mesh, inputs())
     student, teacher = on(mesh, MODELS[name]()), on(mesh, llama3(2 * FEATURES, 1))
 
@@ -229,7 +232,7 @@ def test_tunix_distillation(mesh, name):
 
     results = []
     for make, labels_fn in (
-        (tunix.logit_strategy, labels),
+        (functools.partial(tunix.logit_strategy, implementation="xla"), labels),
         (strategies.LogitStrategy, lambda **x: jax.nn.one_hot(labels(**x), VOCAB)),
     ):
         strategy = make(forward, forward, labels_fn, temperature=2.0, alpha=0.3)
@@ -239,6 +242,7 @@ def test_tunix_distillation(mesh, name):
         loss = functools.partial(strategy.get_train_loss, teacher_output=output, inputs=given)
         results.append((*found(mesh, student, loss, has_aux=True), evaluated))
     assert_same(*results)
+    assert divergence.call_args.kwargs["implementation"] == "xla"
 
 
 def rows(count):

@@ -5,8 +5,8 @@ import importlib.metadata
 import re
 import types
 import warnings
-from unittest import mock
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch

@@ -100,8 +100,8 @@ class TeacherOptions(TypedDict, total=False):
         teacher_bias: an entry for each row of the teacher's weight.
         teacher_logit_softcap: the cap of the teacher's logits.
         teacher_logit_scale: their scale, a number or a scalar tensor.
-        implementation: "xla" or None, "triton" (kernels for NVIDIA GPUs from Ampere on; see
-            `pallas_ce.linear_distillation`), or for a head with all of the vocabulary "reference" (stored logits).
+        implementation: "xla", "triton" (kernels for NVIDIA GPUs from Ampere on), or for a head with all of the
+            vocabulary "reference" (stored logits). None chooses as `pallas_ce.linear_distillation` does.
     """
 
     temperature: float | Tensor

@@ -43,7 +43,7 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
 
     TRL's trainers replace a model's forward by a head of their own. Once a model is patched, `linear_row_statistics`
     computes every such head in the process, of reference models too, with the `precision`, `implementation` and
-    `scratch_bytes` of the model patched last.
+    `scratch_bytes` of the model patched last. `linear_distillation` has the same, but chooses in place of "mosaic_gpu".
 
     Args:
         model: a `…ForCausalLM`, `…LMHeadModel` or `…ForConditionalGeneration` of transformers, or of a subclass, whose

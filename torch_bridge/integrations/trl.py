@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pallas_ce.api.integration import implementation_of_pair
 from torch_bridge.api.distillation import linear_distillation
 from torch_bridge.api.linear import linear_row_statistics
 
@@ -107,8 +108,7 @@ class FusedHead:
         given |= {"divergence": "jsd", "beta": beta} if 0 < beta < 1 else {"divergence": _ENDS[beta]}
         with torch.no_grad():
             row: Any = linear_row_statistics(**student, statistics=("entropy",))
-        if given.get("implementation") == "mosaic_gpu":  # has no kernels for two heads
-            given["implementation"] = None
+        given["implementation"] = implementation_of_pair(given.get("implementation"))
         return linear_distillation(**given, reduction="none"), row.entropy
 
 
