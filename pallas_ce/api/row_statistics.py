@@ -15,7 +15,7 @@ from pallas_ce.api.specs import WeightLike
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
-from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
+from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical, repeated
 from pallas_ce.statistics.logits import present, product
 from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names, spread
 
@@ -134,8 +134,7 @@ def log_probs_call(
     if support is not None:  # in ascending order, and none in place of all but the first of equal ones
         primitives = frozenset({"target_logit"})
         ids = jnp.sort(problem.shifted(canonical(support, head.spec.vocab_size), NO_TARGET), axis=-1)
-        again = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
-        batch = batch._replace(labels=jnp.where(again, NO_TARGET, ids))
+        batch = batch._replace(labels=jnp.where(repeated(ids), NO_TARGET, ids))
     return Call(problem.how, primitives), Operands(batch, head, mask), labels
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.head import Batch
-from pallas_ce.statistics.labels import NO_TARGET
+from pallas_ce.statistics.labels import NO_TARGET, repeated
 from pallas_ce.statistics.logits import places_in_tile, present, reference_of
 from pallas_ce.statistics.row import primitive_names, spread
 from pallas_ce.statistics.table import PRIMITIVES, Values
@@ -103,8 +103,7 @@ def each_once(values: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arra
     while step < labels.shape[1]:
         further = jnp.where(ids[:, step:] == ids[:, :-step], totals[:, step:], 0)
         totals, step = totals + jnp.pad(further, ((0, 0), (0, step))), 2 * step
-    first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
-    counts, back = first & (ids != NO_TARGET), jnp.argsort(order, axis=1)
+    counts, back = ~repeated(ids) & (ids != NO_TARGET), jnp.argsort(order, axis=1)
     return pick(jnp.where(counts, totals, 0), back), pick(jnp.where(counts, ids, NO_TARGET), back)
 
 

@@ -46,6 +46,11 @@ def targets(ids: jax.Array, ignore_index: int | None, row_axes: int) -> tuple[ja
     return jnp.where(counts, ids, NO_TARGET), counts if ids.ndim == row_axes else jnp.any(counts, axis=-1)
 
 
+def repeated(ids: jax.Array) -> jax.Array:
+    """Bool: which of sorted ids `[..., K]` equal the one before."""
+    return jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
+
+
 def shifted(values: jax.Array, shift: int, axis: int, fill: int) -> jax.Array:
     """The values `shift` places later along `axis`, and `fill` behind the last."""
     gone = min(shift, values.shape[axis])
