@@ -3,7 +3,7 @@
 Sections, each a result file:
 
     log_probs  log-probability and entropy: forward, and forward+backward with different upstream weights for the two
-    support    log-probabilities over K ids of each row: forward, and with all gradients
+    support    log-probabilities over K ids of each row: forward, and with all gradients; 1,024 by XLA and gathered
     top_k      the 64 largest logits of each row and their log-probabilities
     given      cross entropy of logits at hand and its gradient, in their buffer ("donated") and not, at 8192 × 131072
     distillation  each divergence of two heads by Triton and by XLA, and with the student's gradients ("both"): as a
@@ -39,7 +39,7 @@ from pallas_ce.backends.protocol import Implementation
 
 _SHAPE = (16384, 131072, 4096)
 _K = 64
-_SUPPORTS = (64, 1024)
+_SUPPORTS = {"K 64": (64, "mosaic_gpu"), "K 1024": (1024, "xla"), "K 1024 gathered": (1024, "mosaic_gpu")}
 
 
 def log_probs(serve: Serve, _: Shape) -> dict[str, Program]:
@@ -60,13 +60,12 @@ def log_probs(serve: Serve, _: Shape) -> dict[str, Program]:
 def support(serve: Serve, shape: Shape) -> dict[str, Program]:
     """Log-probabilities over K ids of each row, its label and others spread over the vocabulary, and gradients."""
 
-    def summed(k: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-        _, v, _ = shape
-        ids = (labels[:, None] + v // k * jnp.arange(k)) % v
-        found = linear_log_probs(hidden, weight, labels, support=ids, implementation=serve("mosaic_gpu"))
+    def summed(k: int, name: Any, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        ids = (labels[:, None] + shape[1] // k * jnp.arange(k)) % shape[1]
+        found = linear_log_probs(hidden, weight, labels, support=ids, implementation=serve(name))
         return jnp.sum(found.log_probs)
 
-    programs = {f"K {k}": functools.partial(summed, k) for k in _SUPPORTS}
+    programs = {name: functools.partial(summed, *served) for name, served in _SUPPORTS.items()}
     return {f"{FORWARD} {k}": program for k, program in programs.items()} | {k: both(p) for k, p in programs.items()}
 
 

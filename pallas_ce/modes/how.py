@@ -278,7 +278,7 @@ def decide(
     def slower(name: str) -> str | None:
         k, size = rows.targets or 0, spec.vocab_size
         if work.modes is None and select.for_cuda(name) and k * _COLUMNS_PER_ENTRY > size and k * tokens > size:
-            return f"its {k} targets a row are gathered from the weight, and XLA reads them in tiles of all logits sooner"
+            return f"its {k} targets a row are gathered from the weight, and XLA sooner reads them in all logits"
         multiplied = (spec,) if work.modes is None else ()
         heads = multiplied if teacher is None else (spec, teacher)
         return next(filter(None, map(select.load(name).slower, heads)), None)
