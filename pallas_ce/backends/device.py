@@ -97,3 +97,17 @@ def compute_capability(kind: str) -> str | None:
         if any(re.search(rf"\b{model}\b".replace("x", r"\d"), kind) for model in gpus.models):
             return capability
     return None
+
+
+def refusal(backend: str) -> str | None:
+    """Why the device traced for cannot run a backend's kernels; None where it can, as Pallas' interpreter does."""
+    if jax.sharding.get_abstract_mesh().abstract_device is None and interpreted():
+        return None
+    if (kind := cuda_kind()) is None:
+        return "its kernels are for CUDA devices, and this process has none; use 'xla'"
+    capability = compute_capability(kind)
+    served = [capability for capability, gpus in GPUS.items() if backend in gpus.kernels]
+    if capability in served:
+        return None
+    told = kind if capability is None else f"{kind}, of {capability}"
+    return f"its kernels are for GPUs of compute capability {', '.join(served)}, and this one is {told}; use 'xla'"

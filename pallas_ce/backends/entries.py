@@ -68,15 +68,23 @@ def with_targets(partial: Partial, head: Head, batch: Batch, names: frozenset[st
     return partial._replace(target_logit=logits(head, batch, present(batch.labels)))
 
 
-def exact(head: Head, batch: Batch, gradient: Gradient) -> Entries:
-    """The entries of dlogits to which `target` and `argmax` add, each the whole of what stands there.
+def exact(
+    head: Head,
+    batch: Batch,
+    gradient: Gradient,
+    target_logit: jax.Array | None = None,
+    max_logit: jax.Array | None = None,
+) -> tuple[Entries, Gradient]:
+    """The entries of dlogits to which `target` and `argmax` add, each whole, and the gradient without these terms.
 
-    Kernels are given the other coefficients only.
+    Logits that are not given are computed.
     """
-    c = gradient.coefficients
-    places = [(batch.labels, c.target), (gradient.argmax, c.argmax)]
-    found = [columns for columns, given in places if columns is not None and given is not None]
-    return [(x, gradients(head, batch, x, logits(head, batch, x), gradient)) for x in found]
+    c, found = gradient.coefficients, []
+    for columns, given, logit in ((batch.labels, c.target, target_logit), (gradient.argmax, c.argmax, max_logit)):
+        if columns is not None and given is not None:
+            logit = logits(head, batch, columns) if logit is None else logit
+            found.append((columns, gradients(head, batch, columns, logit, gradient)))
+    return found, gradient._replace(coefficients=c._replace(target=None, argmax=None))
 
 
 def gradients(head: Head, batch: Batch, columns: jax.Array, logits: jax.Array, gradient: Gradient) -> jax.Array:
@@ -119,6 +127,12 @@ def put_among(stored: jax.Array, entries: Entries, start: jax.Array | int, first
         inside = (columns >= first) & (columns < first + count)
         stored = put(stored, jnp.where(inside, columns - start, -1), values)
     return stored
+
+
+def weights_that_count(head: Head) -> jax.Array:
+    """u `[V]`, 0 in a shard's padding."""
+    u = head.tile_logit_weights(0, head.spec.vocab_size)
+    return u if head.valid_columns is None else jnp.where(jnp.arange(u.shape[0]) < head.valid_columns, u, 0.0)
 
 
 def zeroed(dlogits: jax.Array, rows: jax.Array | None, columns: jax.Array | None = None) -> jax.Array:

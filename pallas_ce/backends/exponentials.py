@@ -159,18 +159,10 @@ class Block(abc.ABC):
 
     def products(self, gradient: Gradient, stash: Stash, sums: Arrays) -> tuple[Arrays, jax.Array | None]:
         """`Backend.stash_products` of this block, whose stash is `make`'s."""
-        head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
-        spec, (coefficients, _, argmax, needs, factor, total, hidden_dtype) = head.spec, gradient
-        replaced = [
-            (columns, entries.gradients(head, batch, columns, logits, gradient))
-            for columns, logits, given in (
-                (batch.labels, stash.target_logit, coefficients.target),
-                (argmax, stash.max_logit, coefficients.argmax),
-            )
-            if columns is not None and logits is not None and given is not None
-        ]
+        head, batch, spec, rows = self.head, self.batch, self.head.spec, self.batch.hidden.shape[0]
+        replaced, gradient = entries.exact(head, batch, gradient, stash.target_logit, stash.max_logit)
+        _, _, _, needs, factor, total, hidden_dtype = gradient
         scale = jnp.ones(rows, spec.accumulator)
-        gradient = gradient._replace(coefficients=coefficients._replace(target=None, argmax=None))
         terms = {name for name, c in gradient.coefficients._asdict().items() if c is not None}
         if spec.softcap is None and terms == {"prob"}:
             operand, scale = self._with_scale(gradient, stash, replaced)

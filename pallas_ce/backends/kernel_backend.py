@@ -89,8 +89,7 @@ class KernelBackend(Backend):
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """Part by part."""
         kernels = self.block(head, batch, block, plan)
-        exact = entries.exact(kernels.head, batch, gradient)
-        gradient = gradient._replace(coefficients=gradient.coefficients._replace(target=None, argmax=None))
+        exact, gradient = entries.exact(kernels.head, batch, gradient)
         batch = batch._replace(hidden=batch.hidden.astype(head.spec.dtype))
         return dataclasses.replace(kernels, batch=batch, valid_rows=block.filled).step(gradient, exact, plan, block)
 

@@ -78,8 +78,6 @@ class TopKFinder(Protocol):
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """Of a block's rows: the k largest logits before temperature with their ids, and the `Partial` after it."""
 
-    def __hash__(self) -> int: ...
-
 
 class Materialized(Protocol):
     """Kernels for logits `[n, V']` that the caller holds, hidden states of a head of `NO_WEIGHT`; all rows at once."""

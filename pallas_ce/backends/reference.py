@@ -33,10 +33,19 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, spec: HeadSpec) -> jax.Array:
-    """`a [N, k]` times `b`, whose `axis` has k entries; by default products of narrow operands are exact."""
+    """`a [N, k]` times `b`, whose `axis` has k entries; by default products of narrow operands are exact.
+
+    Operands are rounded to the compute dtype, and their gradients to the operands' own dtypes only.
+    """
+
+    def operand(x: jax.Array) -> jax.Array:
+        wide = x.astype(spec.accumulator)
+        rounding = jnp.where(jnp.isinf(wide), 0, x.astype(spec.dtype).astype(spec.accumulator) - wide)  # not inf - inf
+        return wide + jax.lax.stop_gradient(rounding)
+
     exact = spec.dtype != spec.accumulator and spec.precision == jax.lax.Precision.DEFAULT
     precision = jax.lax.Precision.HIGHEST if exact else spec.precision
-    return jnp.tensordot(_operand(a, spec), _operand(b, spec), axes=(1, axis), precision=precision)
+    return jnp.tensordot(operand(a), operand(b), axes=(1, axis), precision=precision)
 
 
 def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None) -> dict[str, jax.Array]:
@@ -99,10 +108,3 @@ def _kl(log_x: jax.Array, log_y: jax.Array) -> jax.Array:
     log_x, log_y = jnp.where(some, log_x, 0.0), jnp.where(some, log_y, 0.0)
     terms = jnp.where(some, jnp.exp(log_x) * (log_x - log_y), 0.0)
     return jnp.where(infinite, jnp.inf, terms.sum(axis=1))
-
-
-def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:
-    """`x` rounded to the compute dtype, in the accumulator dtype; its gradient is rounded to `x`'s own dtype only."""
-    wide = x.astype(spec.accumulator)
-    rounding = jnp.where(jnp.isinf(wide), 0, x.astype(spec.dtype).astype(spec.accumulator) - wide)  # inf - inf is nan
-    return wide + jax.lax.stop_gradient(rounding)

@@ -74,24 +74,24 @@ class XlaBackend(Backend):
         """Every block's products are added where the sum lies, the first one's too: no choice stands between."""
         return jnp.zeros(shape, dtype)
 
-    def _head(self, head: Head) -> Head:
-        return head.on_gpu() if self._gpu else head
+    def _with_tiles(self, head: Head, plan: Plan) -> tuple[Head, Tiles]:
+        head = head.on_gpu() if self._gpu else head
+        return head, Tiles(head.spec.vocab_size, plan.columns, head.valid_columns, plan.last_apart)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
     ) -> Partial:
         """Statistics tile by tile, merged as they come."""
-        head = self._head(head)
+        head, tiles = self._with_tiles(head, plan)
         partial = functools.partial(_partial, head, batch.labels, names)
-        tiles = _tiles(head, plan)
         return tiles.fold(lambda tile: partial(tile, head.tile_logits(batch, tile)), merge, without_columns)
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """The logits of one tile once more, and their products."""
-        head = self._head(head)
+        head, tiles = self._with_tiles(head, plan)
 
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
-            tile = _tiles(head, plan).tile(tile_index)
+            tile = tiles.tile(tile_index)
             found = _products(head, batch, gradient, tile, head.tile_logits(batch, tile))
             return put_in_sums(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
 
@@ -101,8 +101,7 @@ class XlaBackend(Backend):
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, jax.Array]:
         """Statistics, and the logits themselves `[tiles, rows, columns]`."""
-        head = self._head(head)
-        tiles = _tiles(head, plan)
+        head, tiles = self._with_tiles(head, plan)
         kept = lax.empty((tiles.count, batch.hidden.shape[0], plan.columns), head.spec.accumulator)
         partial = functools.partial(_partial, head, batch.labels, names)
 
@@ -129,8 +128,8 @@ class XlaBackend(Backend):
         self, head: Head, batch: Batch, gradient: Gradient, stash: jax.Array, sums: Arrays, plan: Plan, block: RowBlock
     ) -> tuple[Arrays, None]:
         """A second pass over the tiles, on the stashed logits."""
-        head = self._head(head)
-        tiles, factor, c = _tiles(head, plan), gradient.factor, gradient.coefficients
+        head, tiles = self._with_tiles(head, plan)
+        factor, c = gradient.factor, gradient.coefficients
         # In the wide range of exponents that all dtypes but float16 have, dlogits take the factor themselves, exactly.
         # Else it stands between the product and the sum that it is added to in place.
         narrow = head.spec.dtype == np.float16
@@ -154,10 +153,6 @@ class XlaBackend(Backend):
 
 
 BACKEND = XlaBackend()
-
-
-def _tiles(head: Head, plan: Plan) -> Tiles:
-    return Tiles(head.spec.vocab_size, plan.columns, head.valid_columns, plan.last_apart)
 
 
 def _partial(head: Head, labels: jax.Array | None, names: frozenset[str], tile: Tile, logits: jax.Array) -> Partial:

@@ -12,7 +12,7 @@ import pytest
 from pallas_ce.backends import reference
 from pallas_ce.backends.mosaic_gpu.backend import MosaicBlock
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, operands
-from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
+from pallas_ce.backends.mosaic_gpu.kernels.epilogues import DlogitsEpilogue
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef

@@ -16,7 +16,7 @@ import pytest
 
 from pallas_ce import linear_distillation
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.backends.triton import binding, configs, launch, part_products
+from pallas_ce.backends.triton import binding, configs, launch
 from pallas_ce.backends.triton.block import TritonBlock
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
@@ -114,8 +114,8 @@ def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
 
     def run(head: Head, dlogits: Any, hidden: Any, total: Any, start: Any, scale: Any) -> Any:
         if use == "for hidden":
-            return part_products.product(head, dlogits, total, start, None)
-        return part_products.product(head, dlogits, total, start, None, hidden, scale)
+            return launch.product(head, dlogits, total, start, None)
+        return launch.product(head, dlogits, total, start, None, hidden, scale)
 
     total = (
         jax.ShapeDtypeStruct((rows, size), jnp.float32) if use == "for hidden" else jax.ShapeDtypeStruct(shape, dtype)

@@ -26,7 +26,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_without_a_gpu_is_told() -> None:
-    with pytest.raises(ValueError, match="compiled for a CUDA device, and this process knows of none; use 'xla'"):
+    with pytest.raises(ValueError, match="kernels are for CUDA devices, and this process has none; use 'xla'"):
         linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **NAMED)
 
 

@@ -22,10 +22,10 @@ from pallas_ce.backends.mosaic_gpu.kernels import (
     operands,
     product_kernel,
 )
-from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue, vectors_by_row
+from pallas_ce.backends.mosaic_gpu.kernels.epilogues import DlogitsEpilogue, vectors_by_row
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StashEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.product_kernel import NarrowSumEpilogue, ProductEpilogue
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel, device_refusal
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel
 from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial, add, fields_of
@@ -89,7 +89,7 @@ class MosaicGpuBackend(KernelBackend):
                 f"it to {operands.round_up(spec.weight_rows, multiple)} and pass vocab_size={spec.vocab_size}, or use "
                 "'triton' or 'xla'"
             )
-        return None if padded_share else device_refusal()  # asked for the call, where its arrays are known
+        return None if padded_share else targets.refusal(self.name)  # asked for the call, where its arrays are known
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""
@@ -152,8 +152,8 @@ class MosaicBlock(KernelBlock):
         valid, into = again or (self.valid_rows, None)
         # The sums of u are the same for all rows.
         fields = tuple(field for field in fields_of(names | {"lse"}, targets=False) if field != "sum_weights")
-        count, weighted = 1 + forward_kernel.vectors(names), "sum_weights" in fields_of(names)
-        logits, given = operands.operands("stash", head, self.batch.hidden, count, weighted)
+        vectors = "reference", *fields_of(names, targets=False)
+        logits, given = operands.operands("stash", head, self.batch.hidden, vectors)
         # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the
         # kernel always reads how many rows are valid, and always writes into an array.
         numbers = {"valid_rows": jnp.int32(rows) if valid is None else valid}
@@ -167,20 +167,15 @@ class MosaicBlock(KernelBlock):
             whole = jax.tree.map(lambda x: x[:rows], forward_kernel.read(found, fields, add))
             if whole.weighted_sum is None:
                 return whole
-            u = head.tile_logit_weights(0, spec.vocab_size)
-            if head.valid_columns is not None:
-                u = jnp.where(jnp.arange(spec.vocab_size) < head.valid_columns, u, 0.0)
-            return whole._replace(sum_weights=jnp.full(rows, u.sum()))
+            return whole._replace(sum_weights=jnp.full(rows, entries.weights_that_count(head).sum()))
 
         return partial, found["stash"]
 
     def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
         """A part begins at a multiple of `STEP`. Undefined are whole tiles of skipped rows, and columns behind one."""
-        head, hidden, coefficients, less = self.head, self.batch.hidden, gradient.coefficients, self._less(part)
-        vectors, dtype = vectors_by_row(coefficients, gradient.reference), head.spec.dtype
-        width, weighted = head.spec.vocab_size if less is None else less.size, coefficients.logit_weights is not None
-        count = len(vectors.keys() - {"reference"})
-        logits, given = operands.operands("dlogits", head, hidden, count, weighted, width)
+        head, hidden, less, vectors = self.head, self.batch.hidden, self._less(part), vectors_by_row(gradient)
+        width, dtype = head.spec.vocab_size if less is None else less.size, head.spec.dtype
+        logits, given = operands.operands("dlogits", head, hidden, vectors.keys() - {"reference"}, width)
         inputs = {name: given.by_row(x) for name, x in vectors.items()}
         numbers = {} if less is None else {"first_column": less.start, "valid_columns": less.count}
         numbers |= {"valid_rows": self.valid_rows}
@@ -190,16 +185,13 @@ class MosaicBlock(KernelBlock):
 
     def for_hidden(self, operand: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
         """In parts of the vocabulary, where there is memory for partial products."""
-        given, size, (rows, _) = self._hidden_operands(operand), self.head.spec.hidden_size, operand.shape
-        product = given.product
-        count = product_kernel.parts(product.config, rows, size, product.length) if self.splits else 1
-        given = given._replace(product=dataclasses.replace(product, parts=count))
-        shape = count, given.matrices[0].shape[0], size
-        outputs = {"product": jax.ShapeDtypeStruct(shape, dtype if count == 1 else jnp.float32)}
+        given = self._hidden_operands(operand, self.splits)
+        shape = given.product.parts, given.matrices[0].shape[0], self.head.spec.hidden_size
+        outputs = {"product": jax.ShapeDtypeStruct(shape, dtype if shape[0] == 1 else jnp.float32)}
         numbers = {"valid_rows": self.valid_rows, "finite_length": self.head.valid_columns}
         inputs = {"row_scale": given.by_row(scale)}
         found = given.run("pallas_ce_for_hidden", ProductEpilogue(), outputs, inputs, numbers)
-        return found["product"].sum(axis=0, dtype=jnp.float32)[:rows].astype(dtype)
+        return found["product"].sum(axis=0, dtype=jnp.float32)[: len(operand)].astype(dtype)
 
     def add_for_hidden(self, dlogits: jax.Array, total: jax.Array, part: Columns, block: RowBlock) -> jax.Array:
         """In place, from a multiple of 8 rows on."""
@@ -213,12 +205,15 @@ class MosaicBlock(KernelBlock):
         epilogue = ProductEpilogue(adds=True)
         return given.run("pallas_ce_add_for_hidden", epilogue, {"product": total}, numbers=numbers)["product"]
 
-    def _hidden_operands(self, stored: jax.Array) -> Operands:
+    def _hidden_operands(self, stored: jax.Array, splits: bool = False) -> Operands:
         """The weight counts as 0 from its entry `valid_columns` on, whatever it is; `stored` is 0 there."""
-        head, size, axis = self.head, self.head.spec.hidden_size, self.head.spec.vocab_axis
-        weight, config = apart(head.weight.astype(head.spec.dtype)), product_kernel.hidden_config(len(stored), size)
-        blocks, stored = (config.row_blocks(len(stored)), config.column_blocks(size)), operands.padded(stored)
-        return Operands(schedule.Product(config, *blocks, stored.shape[1], right_axis=1 - axis), (stored, weight))
+        spec, rows, weight = self.head.spec, len(stored), apart(self.head.weight.astype(self.head.spec.dtype))
+        config, stored = product_kernel.hidden_config(rows, spec.hidden_size), operands.padded(stored)
+        parts = product_kernel.parts(config, rows, spec.hidden_size, stored.shape[1]) if splits else 1
+        blocks = config.row_blocks(rows), config.column_blocks(spec.hidden_size)
+        right_axis = 1 - spec.vocab_axis
+        product = schedule.Product(config, *blocks, stored.shape[1], right_axis=right_axis, parts=parts)
+        return Operands(product, (stored, weight))
 
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
@@ -233,10 +228,8 @@ class MosaicBlock(KernelBlock):
             alone = dataclasses.replace(part, start=part.start - jnp.minimum(part.start, size - part.size))
             part = self._less(alone if tile is None else part)
         replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
-        outputs = {"product": whole}
+        outputs, given = {"product": whole}, product_kernel.weight_operands(operand, rows, axis, held=bits is not None)
         if bits is None:
-            config = product_kernel.weight_config(operand.shape[1], rows.shape[1], axis)
-            given = product_kernel.weight_operands(operand, rows, axis, config)
             limit: Any = operand.shape[1] if part is None or part.count is None else part.count
             if valid is not None and replaced is not True:  # nothing is added where no row is valid
                 limit = jnp.where(replaced | (valid > 0), limit, 0)
@@ -249,7 +242,6 @@ class MosaicBlock(KernelBlock):
             name, epilogue = "pallas_ce_for_weight", ProductEpilogue(starts, adds=replaced is not True)
         else:
             assert self.last is not None
-            given = product_kernel.weight_operands(operand, rows, axis, product_kernel.NARROW_CONFIG, held=True)
             name, epilogue, outputs["lower"] = "pallas_ce_add_for_weight", NarrowSumEpilogue(), bits
             numbers = {"first": replaced, "last": self.last}
             if valid is not None:

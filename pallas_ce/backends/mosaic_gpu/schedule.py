@@ -29,8 +29,6 @@ BLOCK_BYTES = 128
 # product ends where the next part's begins, or padding that nothing may be written to.
 COLUMN_STEP = 256
 
-_COMPUTE_CAPABILITY = "9.0"
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -139,17 +137,3 @@ class Product:
     def workers(self) -> int:
         """Thread blocks of a launch."""
         return min(self.config.workers, self.row_blocks * self.column_blocks * self.parts)
-
-
-def device_refusal() -> str | None:
-    """Why the target device cannot run the kernels; None where it can, as Pallas' interpreter does."""
-    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
-    if compiled_for is None and targets.interpreted():
-        return None
-    if (kind := targets.cuda_kind()) is None:
-        return "its kernels are for Hopper GPUs, and this process has no CUDA device; use 'xla'"
-    capability = targets.compute_capability(kind)
-    if capability == _COMPUTE_CAPABILITY:
-        return None
-    told = kind if capability is None else f"{kind}, of {capability}"
-    return f"its kernels are for Hopper GPUs, of compute capability 9.0, and this one is {told}; use 'xla'"

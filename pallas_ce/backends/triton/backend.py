@@ -111,7 +111,7 @@ class TritonBackend(KernelBackend):
             return f"its kernel does not multiply {spec.dtype.name} operands as precision={spec.precision}; use 'xla'"
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
-        return None if padded_share else _device_refusal()  # asked for the call, where its arrays are known
+        return None if padded_share else targets.refusal(self.name)  # asked for the call, where its arrays are known
 
     def slower(self, spec: HeadSpec) -> str | None:
         """Full float32, which the kernel multiplies without tensor cores, as cuBLAS does in larger tiles."""
@@ -161,20 +161,6 @@ class TritonBackend(KernelBackend):
     ) -> TritonBlock:
         """In_forward works on all rows."""
         return TritonBlock(head.on_gpu(), batch, None)
-
-
-def _device_refusal() -> str | None:
-    """Why the device lowered for cannot run the kernel; None where it can."""
-    capability = binding.capability()
-    if capability is None:
-        return "its kernel is compiled for a CUDA device, and this process knows of none; use 'xla'"
-    if capability in configs.NARROW:
-        return None
-    served = ", ".join(f"{known // 10}.{known % 10}" for known in configs.NARROW)
-    return (
-        f"its table has tiles for compute capability {served}, and this device is of "
-        f"{capability // 10}.{capability % 10}; use 'xla'"
-    )
 
 
 def _blocks(tokens: int, fits: Callable[[int], bool]) -> int:

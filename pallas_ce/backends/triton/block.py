@@ -15,7 +15,7 @@ from jax import lax
 from pallas_ce.backends import entries
 from pallas_ce.backends.kernel_backend import KernelBlock
 from pallas_ce.backends.protocol import Gradient, PairDlogits, Plan
-from pallas_ce.backends.triton import binding, configs, launch, part_products
+from pallas_ce.backends.triton import binding, configs, launch
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.streaming.loops import chosen_by_device
@@ -49,7 +49,7 @@ class TritonBlock(KernelBlock):
 
     def add_for_hidden(self, dlogits: jax.Array, total: jax.Array, part: Columns, block: RowBlock) -> jax.Array:
         """One launch."""
-        return part_products.product(self.head, dlogits, total, part.start, self.valid_rows)
+        return launch.product(self.head, dlogits, total, part.start, self.valid_rows)
 
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, total: WeightGradient, part: Columns | None = None
@@ -60,8 +60,8 @@ class TritonBlock(KernelBlock):
         """
         whole, adds, late, *_ = total
         if part is not None:
-            given = self.head, operand, whole, part.start, self.valid_rows
-            return total._replace(array=part_products.product(*given, rows, late))
+            found = launch.product(self.head, operand, whole, part.start, self.valid_rows, rows, late)
+            return total._replace(array=found)
 
         def product(dtype: np.dtype | None = None) -> jax.Array:
             found = self.head.for_weight(operand, rows, None if late is not None else dtype)

@@ -1,14 +1,14 @@
-"""From a head and a block of rows to a launch of the kernel, and from its outputs to what backends return."""
+"""From a head and a block of rows to a launch of either kernel, and from its outputs to what backends return."""
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
@@ -38,7 +38,7 @@ def made(
     batch: Batch,
     names: frozenset[str],
     rows: jax.Array | None,
-    inputs: Mapping[str, jax.Array] = MappingProxyType({}),
+    inputs: Mapping[str, jax.Array] = {},
 ) -> tuple[Callable[[], Partial], dict[str, jax.Array]]:
     """What makes the `Partial` without targets, and the kernel's outputs; about `rows []` are worked on.
 
@@ -57,9 +57,7 @@ def made(
     def partial() -> Partial:
         of_blocks = {field: found[field] for field in fields}
         if "weighted_sum" in fields:  # and the sums of u, the same for all rows
-            u = head.tile_logit_weights(0, spec.vocab_size)
-            if head.valid_columns is not None:
-                u = jnp.where(jnp.arange(u.shape[0]) < head.valid_columns, u, 0.0)
+            u = entries.weights_that_count(head)
             sums = pad(u, (blocks * config.columns,)).reshape(blocks, config.columns).sum(axis=1)
             of_blocks["sum_weights"] = jnp.broadcast_to(sums[:, None], (blocks, n))
         return joined(Partial(**of_blocks), add if inputs else merge)
@@ -119,6 +117,50 @@ def logits(
         return Distances(found[binding.STORED], found["max"] if within == 1 else jnp.repeat(found["max"], within, 0))
 
     return list(map(stored, heads, batches, tiles))
+
+
+def product(
+    head: Head,
+    dlogits: jax.Array,
+    total: jax.Array,
+    start: jax.Array | int,
+    filled: jax.Array | None,
+    hidden: jax.Array | None = None,
+    scale: jax.Array | None = None,
+) -> jax.Array:
+    """`total` with a product of `dlogits [n, c]`, of the columns from `start []` on and the first `filled []` rows.
+
+    `dlogits·weight` is added to `total [n, H]`. With `hidden [n, H]` the part of the weight's gradient `total` is
+    replaced by `scale·dlogitsᵀ·hidden`.
+    """
+    (rows, columns), spec, for_hidden = dlogits.shape, head.spec, hidden is None
+    config = configs.product_for(spec, binding.capability(), columns)
+    assert config is not None
+    if hidden is None:
+        left, right, sizes = dlogits, head.weight.astype(spec.dtype), (rows, spec.hidden_size, columns)
+    else:
+        hidden = hidden.astype(spec.dtype)
+        left, right = (dlogits, hidden) if spec.vocab_axis == 0 else (hidden, dlogits)
+        sizes = left.shape[1], right.shape[1], rows
+    arrays = {"left": left, "right": right, binding.BEFORE: total}
+    if scale is not None:
+        arrays["scale"] = scale.astype(jnp.float32).reshape(1)
+    constants: dict[str, Any] = {
+        **dict(zip("MNK", sizes, strict=True)),
+        "VOCABULARY": spec.vocab_size,
+        "STRIDE": spec.weight_rows,
+        "AXIS": spec.vocab_axis,
+        "FOR_HIDDEN": for_hidden,
+        "COUNTED": for_hidden and head.valid_columns is not None,
+        "PARTS": total.dtype.itemsize // 2,
+        "BLOCK_M": config.rows,
+        "BLOCK_N": config.columns,
+    }
+    existing = spec.vocab_size if head.valid_columns is None else head.valid_columns
+    bounds = rows if filled is None else filled, start, existing
+    arrays["bounds"] = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds])
+    tiles, outputs = config.tiles(*sizes[:2]), {binding.STORED: jax.ShapeDtypeStruct(total.shape, total.dtype)}
+    return binding.call("product_kernel", arrays, outputs, constants, config, tiles)[binding.STORED]
 
 
 def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Columns | None = None) -> Config:

@@ -1,14 +1,7 @@
 """The main loop of every kernel: tiles are loaded into shared memory, multiplied, and handed to an epilogue.
 
-A persistent thread block of 256 threads runs on each multiprocessor. Its two warpgroups each hold the accumulator of
-one half of a tile, with up to 255 registers a thread. No warpgroup only loads: the first issues the loads of both. A
-ring of `stages` slots holds the operands of as many steps. One product is always in flight: once the product of a step
-has been issued, the product before it is awaited, and its slot is filled for the step `stages` later. So loads run
-ahead across tiles, and the next tile's operands arrive while an epilogue runs.
-
-Tiles are handed out one by one, so that no multiprocessor gets more than `⌈tiles / multiprocessors⌉`. Concurrent tiles
-lie in a group of row blocks, whose rows stay in the L2 cache, and walk through the columns side by side. Groups
-alternate the direction of this walk, so that each begins with columns that are in the cache.
+The section "The loop" of `docs/hopper.md` explains it. One product is always in flight: once the product of a step has
+been issued, the product before it is awaited, and its slot of the ring is filled for the step `stages` later.
 """
 
 import abc
@@ -130,6 +123,7 @@ class Walk:
         width = in_group if last == 0 else jnp.minimum(in_group, self._row_blocks - group * in_group)
         block, row_block = _divided(rest, width)
         row_block = group * in_group + row_block
+        # Each group goes the other way, to begin with columns that are in the cache.
         block = jnp.where(lax.rem(group, 2) == 1, self._column_blocks - 1 - block, block)
         row = row_block * config.tile_rows + warpgroup * config.rows
         return Place(jnp.int32(warpgroup), row, block * config.columns * max(1, product.stored), block, part, config)

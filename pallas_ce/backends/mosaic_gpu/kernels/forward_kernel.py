@@ -35,16 +35,6 @@ _OUTPUT = "partial_"
 _MOST_WITHOUT_LOOP = 16
 
 
-def vectors(names: frozenset[str]) -> int:
-    """How many vectors by row a kernel keeps for these statistics, as `schedule.rule` counts them.
-
-    Targets' logits take none, and a maximum is there anyway. A weighted sum counts as two, with the sum of the weights.
-    Deviations count as three: a piece's mean must be known first, and its distances are held until then.
-    """
-    fields = set(fields_of(names, targets=False)) - {"max"}
-    return len(fields) + 2 * ("sum_exp_deviation_sq" in fields)
-
-
 def outputs(fields: tuple[str, ...], product: Product) -> dict[str, Any]:
     """An array `[column blocks, padded rows]` for each field."""
     shape = jax.ShapeDtypeStruct((product.column_blocks, product.padded_rows), jnp.float32)
@@ -66,7 +56,12 @@ def read(found: dict[str, jax.Array], fields: tuple[str, ...], join: Callable[..
 
 
 def in_launches(
-    name: str, given: Operands, epilogue: "StatisticsEpilogue", rows: int, budget: int, filled: jax.Array | None
+    name: str,
+    given: Operands,
+    epilogue: "StatisticsEpilogue",
+    rows: int,
+    budget: int = PARTIALS_BYTES,
+    filled: jax.Array | None = None,
 ) -> Partial:
     """The `Partial` `[rows]`, from launches of nearly equal size whose partial statistics fit in `budget` bytes.
 
@@ -108,7 +103,7 @@ def statistics(
     """The `Partial` of `hidden [N, H]` over the vocabulary, without the targets' logits; see `in_launches`."""
     if not (fields := fields_of(names, targets=False)):
         return Partial()
-    logits, given = operands.operands("forward", head, hidden, vectors(names), "sum_weights" in fields_of(names))
+    logits, given = operands.operands("forward", head, hidden, fields)
     epilogue = StatisticsEpilogue(logits, fields)
     return in_launches("pallas_ce_forward", given, epilogue, len(hidden), budget, filled)
 

@@ -42,31 +42,9 @@ _MAXIMA_ARRAYS = 3
 _CANDIDATE_ARRAYS = 6
 
 
-def logits(
-    head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None
-) -> tuple[jax.Array, jax.Array, Partial]:
-    """Logits of `hidden [N, H]`, maxima, and the `Partial` `[N]` of the logits times `inverse_temperature [N]`.
-
-    Logits `[rows, groups · GROUP]` are -inf in padding's columns. Maxima `[groups, padded rows]` are each group's
-    largest logit. Both are float32, and undefined behind N rows.
-    """
-    of_logits, given = operands.operands("logits", head, hidden, 1, weighted_mean=False)
-    shape = operands.stored_shape(len(hidden), operands.round_up(head.spec.vocab_size, GROUP))
-    outputs = {
-        **forward_kernel.outputs(_FIELDS, given.product),
-        "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
-        "maxima": jax.ShapeDtypeStruct((shape[1] // GROUP, given.product.padded_rows), jnp.float32),
-    }
-    inverse = None if inverse_temperature is None else given.by_row(inverse_temperature.astype(jnp.float32), 1)
-    inputs = {"inverse_temperature": inverse}
-    found = given.run("pallas_ce_logits", LogitsEpilogue(of_logits), outputs, inputs)
-    partial = jax.tree.map(lambda x: x[: len(hidden)], forward_kernel.read(found, _FIELDS))
-    return found["logits"], found["maxima"], partial
-
-
 @dataclasses.dataclass(frozen=True)
 class LogitsEpilogue(Epilogue):
-    """Stores a tile's logits, its groups' maxima and its `Partial`."""
+    """Stores a tile's logits, -inf in padding's columns, its groups' maxima, and its `Partial` after temperature."""
 
     logits: epilogues.LogitSpec
     target = "logits"
@@ -120,15 +98,28 @@ class StoredBlocks:
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """From the stored logits of a block and their maxima."""
-        stored, maxima, partial = logits(head, batch.hidden, batch.inverse_temperature)
+        rows, inverse = len(batch.hidden), batch.inverse_temperature
+        of_logits, given = operands.operands("logits", head, batch.hidden, _FIELDS)
+        shape = self._shape(rows)
+        outputs = {
+            **forward_kernel.outputs(_FIELDS, given.product),
+            "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "maxima": jax.ShapeDtypeStruct((shape[1] // GROUP, given.product.padded_rows), jnp.float32),
+        }
+        inputs = {"inverse_temperature": None if inverse is None else given.by_row(inverse.astype(jnp.float32), 1)}
+        found = given.run("pallas_ce_logits", LogitsEpilogue(of_logits), outputs, inputs)
+        partial = jax.tree.map(lambda x: x[:rows], forward_kernel.read(found, _FIELDS))
         # Padding's rows are undefined, and dropped at the end: a slice of the stored array might be a copy.
-        padded = stored.shape[0]
-        found = selection.largest_in_groups(stored.reshape(padded, -1, GROUP), self.k, maxima.T[:padded])
-        return jax.tree.map(lambda x: x[: len(batch.hidden)], found), partial
+        groups, maxima = found["logits"].reshape(shape[0], -1, GROUP), found["maxima"].T[: shape[0]]
+        return jax.tree.map(lambda x: x[:rows], selection.largest_in_groups(groups, self.k, maxima)), partial
+
+    def _shape(self, rows: int) -> tuple[int, int]:
+        """Shape of the stored logits: whole groups."""
+        return operands.stored_shape(rows, operands.round_up(self.spec.vocab_size, GROUP))
 
     def _scratch(self, rows: int) -> int:
         """Bytes of logits, maxima in full tiles, candidates and hidden states."""
-        shape = operands.stored_shape(rows, operands.round_up(self.spec.vocab_size, GROUP))
+        shape = self._shape(rows)
         stored, groups = 4 * math.prod(shape), shape[1] // GROUP
         maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, LOGITS.tile_rows) * groups
         candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP

@@ -11,12 +11,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.arrays import apart
-from pallas_ce.backends.mosaic_gpu import schedule
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
 from pallas_ce.backends.mosaic_gpu.kernels import operands
-from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue, vectors_by_row
-from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
+from pallas_ce.backends.mosaic_gpu.kernels.epilogues import DlogitsEpilogue, LogitSpec, vectors_by_row
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue, in_launches
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, FREE_BYTES, WARPGROUPS, Config, Product
 from pallas_ce.backends.protocol import Gradient
@@ -51,14 +50,13 @@ def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
     if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT:  # not always: a copy would be large
         logits = apart(logits)
     of_logits, given = _prepare(head, logits, "sum_weights" in fields_of(names))
-    epilogue, name = StatisticsEpilogue(of_logits, fields, shared=True), "pallas_ce_materialized_statistics"
-    return in_launches(name, given, epilogue, len(logits), schedule.PARTIALS_BYTES, None)
+    epilogue = StatisticsEpilogue(of_logits, fields, shared=True)
+    return in_launches("pallas_ce_materialized_statistics", given, epilogue, len(logits))
 
 
 def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None) -> jax.Array:
     """dlogits `[n, V']` of the batch's logits, which they overwrite where XLA need not keep them."""
-    logits = batch.hidden
-    by_row = vectors_by_row(gradient.coefficients, gradient.reference)
+    logits, by_row = batch.hidden, vectors_by_row(gradient)
     if "target" in by_row:
         by_row["labels"] = present(batch.labels)
     if gradient.argmax is not None:
@@ -101,4 +99,4 @@ def refusal(spec: HeadSpec, rows: int | None = None) -> str | None:
             f"{operands.LENGTH_MULTIPLE}, and these logits are {shape}; pad them, or use 'xla'"
         )
     # Asked when the call was made, where its arrays are known.
-    return schedule.device_refusal() if rows is None else None
+    return targets.refusal("mosaic_gpu") if rows is None else None

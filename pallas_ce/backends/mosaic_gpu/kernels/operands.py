@@ -6,6 +6,7 @@ other sizes are refused. Hidden states and stored logits are padded where need b
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -64,16 +65,20 @@ def padded(x: jax.Array) -> jax.Array:
 
 
 def operands(
-    kernel: Kernel, head: Head, hidden: jax.Array, vectors: int, weighted_mean: bool, width: int | None = None
+    kernel: Kernel, head: Head, hidden: jax.Array, vectors: Iterable[str], width: int | None = None
 ) -> tuple[LogitSpec, Operands]:
     """For a kernel that makes logits of `hidden [N, H]`: how, and its operands.
 
-    It keeps as many `vectors` by row, and reads a given u where it has a `weighted_mean`. A launch works on `width`
-    entries of the vocabulary at most. Inputs are "bias" and "u" by column, "scale" and "valid" `[1]`.
+    It keeps `vectors` by row, named as fields of a `Partial` or coefficients. A launch works on `width` entries of the
+    vocabulary at most. Inputs are "bias" and "u" by column, "scale" and "valid" `[1]`.
     """
+    # A maximum is there anyway. A weighted sum counts as two, with the sum of the weights. Deviations count as three: a
+    # piece's mean must be known first, and its distances are held until then.
+    kept = set(vectors) - {"max"}
+    count = len(kept) + 2 * ("sum_exp_deviation_sq" in kept)
     spec, columns, rows = head.spec, head.spec.vocab_size, hidden.shape[0]
     options = (head.bias, head.logit_scale, head.logit_weights, spec.softcap)
-    config = schedule.rule(kernel, spec, rows, vectors, sum(option is not None for option in options))
+    config = schedule.rule(kernel, spec, rows, count, sum(option is not None for option in options))
     tiled = round_up(columns, config.columns)
     ragged = tiled > columns or head.valid_columns is not None
     logits = LogitSpec(columns, ragged, spec.softcap, spec.uniform_weight)
@@ -86,7 +91,7 @@ def operands(
         inputs["scale"] = head.logit_scale.astype(jnp.float32).reshape(1)
     if head.valid_columns is not None:
         inputs["valid"] = head.valid_columns.astype(jnp.int32).reshape(1)
-    if weighted_mean and head.logit_weights is not None:
+    if kept & {"sum_weights", "logit_weights"} and head.logit_weights is not None:
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (tiled,))
     weight = apart(head.weight.astype(spec.dtype))
     blocks = config.row_blocks(rows), config.column_blocks(width or columns)

@@ -46,6 +46,9 @@ _NEGLIGIBLE = 0.02
 # Tiles to choose from: the one that loses least to its edges, the first where they lose alike.
 _TILES = (TALL, WIDE, Config(rows=128, columns=128))
 
+# Tiles of a narrow sum. A warpgroup's part of one must have as many rows as a step has numbers of each row.
+NARROW_CONFIG = WIDE
+
 
 def hidden_config(rows: int, hidden_size: int) -> Config:
     """Tiles of hidden's product."""
@@ -68,10 +71,9 @@ def parts(config: Config, rows: int, hidden_size: int, vocab_size: int) -> int:
     return 1 + next(i for i, t in enumerate(times) if t <= min(times) + _NEGLIGIBLE)
 
 
-def weight_operands(
-    stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config, *, held: bool = False
-) -> Operands:
+def weight_operands(stored: jax.Array, rows: jax.Array, vocab_axis: int, *, held: bool) -> Operands:
     """Of the product `storedᵀ·rows` in the weight's layout."""
+    config = NARROW_CONFIG if held else weight_config(stored.shape[1], rows.shape[1], vocab_axis)
     stored, rows = padded(stored), padded(apart(rows))
     left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
     blocks = config.row_blocks(left.shape[1]), config.column_blocks(right.shape[1])
@@ -103,10 +105,6 @@ class ProductEpilogue(Epilogue):
         multiple = math.gcd(STEP, refs["product"].shape[-1], self.starts)
         column = place.column + loop.number(refs, "to_column", multiple)
         self.store(refs, place._replace(row=row, column=column), 0, values, add)
-
-
-# A warpgroup's part of a tile must have as many rows as a step has numbers of each row.
-NARROW_CONFIG = WIDE
 
 
 def lower_shape(rows: int, columns: int) -> tuple[int, int]:
