@@ -15,15 +15,10 @@ from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.kernel_backend import KernelBackend, KernelBlock
 from pallas_ce.backends.mosaic_gpu import plans, schedule
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
-from pallas_ce.backends.mosaic_gpu.kernels import (
-    forward_kernel,
-    logits_kernel,
-    materialized_kernel,
-    operands,
-    product_kernel,
-)
+from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, materialized_kernel, operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import DlogitsEpilogue, vectors_by_row
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StashEpilogue
+from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import StoredBlocks
 from pallas_ce.backends.mosaic_gpu.kernels.product_kernel import NarrowSumEpilogue, ProductEpilogue
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel
 from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
@@ -55,7 +50,7 @@ class MosaicGpuBackend(KernelBackend):
 
     name = "mosaic_gpu"
     materialized = materialized_kernel
-    top_k = logits_kernel.StoredBlocks
+    top_k = StoredBlocks
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Temperatures by row, operands that the kernels do not know or cannot read as they lie, and other devices."""
@@ -173,13 +168,12 @@ class MosaicBlock(KernelBlock):
 
     def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
         """A part begins at a multiple of `STEP`. Undefined are whole tiles of skipped rows, and columns behind one."""
-        head, hidden, less, vectors = self.head, self.batch.hidden, self._less(part), vectors_by_row(gradient)
-        width, dtype = head.spec.vocab_size if less is None else less.size, head.spec.dtype
-        logits, given = operands.operands("dlogits", head, hidden, vectors.keys() - {"reference"}, width)
+        (start, width, count), hidden, vectors = self._of(part), self.batch.hidden, vectors_by_row(gradient)
+        logits, given = operands.operands("dlogits", self.head, hidden, vectors.keys() - {"reference"}, width)
         inputs = {name: given.by_row(x) for name, x in vectors.items()}
-        numbers = {} if less is None else {"first_column": less.start, "valid_columns": less.count}
-        numbers |= {"valid_rows": self.valid_rows}
-        out = jax.ShapeDtypeStruct(operands.stored_shape(len(hidden), width), dtype) if into is None else into
+        numbers = {"first_column": start, "valid_columns": count, "valid_rows": self.valid_rows}
+        shape = operands.stored_shape(len(hidden), width)
+        out = jax.ShapeDtypeStruct(shape, self.head.spec.dtype) if into is None else into
         found = given.run("pallas_ce_dlogits", DlogitsEpilogue(logits), {"dlogits": out}, inputs, numbers)["dlogits"]
         return found if part is None else found[: len(hidden), : part.size]
 
@@ -195,12 +189,12 @@ class MosaicBlock(KernelBlock):
 
     def add_for_hidden(self, dlogits: jax.Array, total: jax.Array, part: Columns, block: RowBlock) -> jax.Array:
         """In place, from a multiple of 8 rows on."""
-        rows, existing, less = len(dlogits), self.head.valid_columns, self._less(part)
+        rows, existing, (start, _, count) = len(dlogits), self.head.valid_columns, self._of(part)
         to_row = None if rows >= total.shape[0] else jnp.int32(block.number) * rows
         given = self._hidden_operands(dlogits)
-        numbers: dict[str, Any] = {} if less is None else {"valid_length": less.count, "first_length": less.start}
-        if less is not None and existing is not None:
-            existing = existing - less.start
+        if start is not None and existing is not None:
+            existing = existing - start
+        numbers = {"valid_length": count, "first_length": start}
         numbers |= {"valid_rows": self.valid_rows, "to_row": to_row, "finite_length": existing}
         epilogue = ProductEpilogue(adds=True)
         return given.run("pallas_ce_add_for_hidden", epilogue, {"product": total}, numbers=numbers)["product"]
@@ -226,31 +220,32 @@ class MosaicBlock(KernelBlock):
         if part is not None:
             # A sum of the part alone: the last part starts early, and its own columns come last in it.
             alone = dataclasses.replace(part, start=part.start - jnp.minimum(part.start, size - part.size))
-            part = self._less(alone if tile is None else part)
+            part = alone if tile is None else part
+        start, _, count = self._of(part)
         replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
         outputs, given = {"product": whole}, product_kernel.weight_operands(operand, rows, axis, held=bits is not None)
         if bits is None:
-            limit: Any = operand.shape[1] if part is None or part.count is None else part.count
+            limit: Any = operand.shape[1] if count is None else count
             if valid is not None and replaced is not True:  # nothing is added where no row is valid
                 limit = jnp.where(replaced | (valid > 0), limit, 0)
             numbers = {
                 "valid_length": valid,
                 ("valid_rows", "valid_columns")[axis]: limit if isinstance(limit, jax.Array) else None,
-                ("to_row", "to_column")[axis]: None if part is None else part.start,
+                ("to_row", "to_column")[axis]: start,
                 "first": None if isinstance(replaced, bool) else replaced,
             }
             name, epilogue = "pallas_ce_for_weight", ProductEpilogue(starts, adds=replaced is not True)
         else:
             assert self.last is not None
             name, epilogue, outputs["lower"] = "pallas_ce_add_for_weight", NarrowSumEpilogue(), bits
-            numbers = {"first": replaced, "last": self.last}
-            if valid is not None:
-                needed = replaced | self.last | (valid > 0)
-                numbers |= {"valid_length": valid, "valid_rows": jnp.where(needed, given.matrices[0].shape[1], 0)}
+            height = given.matrices[0].shape[1]
+            worked_on = None if valid is None else jnp.where(replaced | self.last | (valid > 0), height, 0)
+            numbers = {"first": replaced, "last": self.last, "valid_length": valid, "valid_rows": worked_on}
         inputs = {"multiplier": None if late is None else late.astype(jnp.float32).reshape(1)}
         found = given.run(name, epilogue, outputs, inputs, numbers)
         return total._replace(array=found["product"], bits=found.get("lower"))
 
-    def _less(self, part: Columns | None) -> Columns | None:
-        """The part; None for all columns."""
-        return None if part is None or part.size == self.head.spec.vocab_size else part
+    def _of(self, part: Columns | None) -> tuple[jax.Array | int | None, int, jax.Array | int | None]:
+        """First column, size and columns before the end of a part; None for the first and the last of all columns."""
+        size = self.head.spec.vocab_size
+        return (None, size, None) if part is None or part.size == size else (part.start, part.size, part.count)
