@@ -106,19 +106,15 @@ def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, 
     return entry_bytes * rows * columns + operands * (rows + columns)
 
 
-def stash(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
-    """Bytes of the logits that in_forward keeps of one block of `rows`, in whole tiles of `columns`, or 0 columns."""
-    kept = -(-spec.vocab_size // columns) * columns if columns else spec.vocab_size
-    return spec.accumulator.itemsize * rows * kept if mode == "in_forward" else 0
-
-
 def scratch(spec: HeadSpec, mode: Mode | None, tiling: Tiling, tokens: int, spare: int, rows: int, columns: int) -> int:
     """Bytes of a block of `rows` among `tokens` and of tiles of `columns`; `spare` as in `Backend.plan`.
 
-    A tile lives as logits, as their exponentials or dlogits, and as the products' operand.
+    A tile lives as logits, as their exponentials or dlogits, and as the products' operand. In_forward keeps the logits
+    of a block, in whole tiles.
     """
     wide, narrow, alone = spec.accumulator.itemsize, spec.dtype.itemsize, rows >= tokens
-    kept = stash(spec, mode, rows, columns)
+    tiled = -(-spec.vocab_size // columns) * columns if columns else spec.vocab_size
+    kept = wide * rows * tiled if mode == "in_forward" else 0
     if tiling.in_place and not alone and kept <= spare:
         kept = 0
     if tiling.cached:
