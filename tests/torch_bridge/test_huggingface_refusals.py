@@ -36,13 +36,34 @@ def test_what_changes_the_logits_or_the_loss_is_refused_before_patching_and_afte
         patch_causal_lm(unpatch_causal_lm(model))
 
 
-class ScaledForCausalLM(hf.LlamaForCausalLM):
-    """A model that does something to its logits that no configuration states."""
+def doing(forward):
+    """A Llama of a user's own class, in training, whose forward does something else."""
+    kind = type("OwnForCausalLM", (hf.LlamaForCausalLM,), {"forward": forward})
+    return kind(hf.LlamaConfig(**SIZES)).train()
 
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        out.logits = out.logits * 1.5
-        return out
+
+def scales(self, *args, **kwargs):
+    """Does something to its logits that no configuration states."""
+    out = hf.LlamaForCausalLM.forward(self, *args, **kwargs)
+    out.logits = out.logits * 1.5
+    return out
+
+
+def takes_the_mean(self, *args, num_items_in_batch=None, **kwargs):
+    """Whatever `num_items_in_batch` says."""
+    return hf.LlamaForCausalLM.forward(self, *args, **kwargs)
+
+
+def adds_in_training(self, input_ids=None, labels=None, **kwargs):
+    """To its loss, in training alone."""
+    out = hf.LlamaForCausalLM.forward(self, input_ids=input_ids, labels=labels, **kwargs)
+    if self.training and labels is not None:
+        out.loss = out.loss + 1
+    return out
+
+
+def takes_prompts(self, input_ids=None, labels=None, prompt=None, output_attentions=None, **kwargs):
+    return hf.LlamaForCausalLM.forward(self, input_ids=input_ids, labels=labels, **kwargs)
 
 
 def with_other_head():
@@ -71,19 +92,13 @@ def of_text_alone():
     return model
 
 
-class MeanForCausalLM(hf.LlamaForCausalLM):
-    """A model whose loss is the mean, whatever `num_items_in_batch` says."""
-
-    def forward(self, *args, num_items_in_batch=None, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"backward": "fwd"}, "backward='fwd' is unknown"),
         ({"label_smoothing": 2.0}, "label_smoothing=2.0 must be between 0 and 1"),
         ({"skip_logits": "no"}, "skip_logits='no' must be True or False"),
+        ({"reduction": "sum"}, "reduction"),
     ],
 )
 def test_options_that_no_call_could_take_are_refused_at_once(options, message):
@@ -92,27 +107,10 @@ def test_options_that_no_call_could_take_are_refused_at_once(options, message):
     assert model(**batch()).logits is not None
 
 
-class AddsInTraining(hf.LlamaForCausalLM):
-    """A model that adds to its loss in training alone."""
-
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        out = super().forward(input_ids=input_ids, labels=labels, **kwargs)
-        if self.training and labels is not None:
-            out.loss = out.loss + 1
-        return out
-
-
-class Prompted(hf.LlamaForCausalLM):
-    """A model with an input of its own."""
-
-    def forward(self, input_ids=None, labels=None, prompt=None, output_attentions=None, **kwargs):
-        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
-
-
 def test_an_argument_that_the_backbone_does_not_take_is_refused():
-    model = patch_causal_lm(Prompted(hf.LlamaConfig(**SIZES)).train())
+    model = patch_causal_lm(doing(takes_prompts))
     assert model(**batch(), prompt=None, output_attentions=False).logits is None
-    with pytest.raises(ValueError, match="prompt is an argument of Prompted's own forward"):
+    with pytest.raises(ValueError, match="prompt is an argument of OwnForCausalLM's own forward"):
         model(**batch(), prompt=torch.ones(2))
 
 
@@ -126,15 +124,15 @@ def on_meta():
     [
         (lambda: torch.nn.Linear(2, 2), "model is a Linear"),
         (lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)), "model is a LlamaModel"),
-        (lambda: ScaledForCausalLM(hf.LlamaConfig(**SIZES)), "logits differ"),
-        (lambda: AddsInTraining(hf.LlamaConfig(**SIZES)), "its own loss of four labels is"),
+        (lambda: doing(scales), "logits differ"),
+        (lambda: doing(adds_in_training), "its own loss of four labels is"),
         (lambda: torch.nn.DataParallel(make()), "like the `module` that it wraps"),
         (lambda: torch.compile(make(), backend="eager"), "like the `_orig_mod` that it wraps"),
         (encoder_and_decoder, "T5ForConditionalGeneration has an encoder and a decoder"),
         (of_text_alone, "backbone of LlavaForConditionalGeneration is its LlamaModel, which sees text alone"),
         (with_other_head, "Sequential"),
         (without_shift, "own loss of four labels"),
-        (lambda: MeanForCausalLM(hf.LlamaConfig(**SIZES)), "own loss of four labels .* num_items_in_batch=7"),
+        (lambda: doing(takes_the_mean), "own loss of four labels .* num_items_in_batch=7"),
         (on_meta, "after its weights are loaded"),
     ],
 )
@@ -166,8 +164,3 @@ def test_labels_outside_the_vocabulary_are_errors_as_in_the_models_own_loss_unle
     ignoring = patch_causal_lm(make(), validate_labels=False)(**given).loss
     given["labels"][1, 5] = -100
     torch.testing.assert_close(ignoring, own(**given).loss)
-
-
-def test_unknown_options_are_refused():
-    with pytest.raises(TypeError, match="reduction"):
-        patch_causal_lm(make(), reduction="sum")
