@@ -104,6 +104,4 @@ def train_by_kernels(rank, device):
 
 @pytest.mark.gpu
 def test_fsdp2_trains_on_two_gpus_as_one_process_does():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
     processes.run(train_by_kernels, "cuda")

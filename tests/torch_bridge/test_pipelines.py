@@ -149,6 +149,4 @@ def test_every_schedule_trains_as_one_process_does():
 
 @pytest.mark.gpu
 def test_every_schedule_trains_on_two_gpus_as_one_process_does():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
     processes.run(every_schedule, "cuda")
