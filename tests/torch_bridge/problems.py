@@ -52,6 +52,9 @@ STORED = {
 }
 
 NAMES = {"hidden": "input", "weight": "linear_weight", "bias": "linear_bias"}
+# Arguments with an axis of the vocabulary, and those that are differentiated nowhere.
+BY_ENTRY = ("linear_weight", "linear_bias", "up", "teacher_weight", "teacher_bias")
+CONSTANTS = ("temperature", "teacher_input", "teacher_weight", "teacher_bias", "teacher_logit_scale")
 
 
 def head(tokens=20, width=8, vocabulary=50):
@@ -82,6 +85,70 @@ def bridged(function, p, arrays, **further):
     dtype = arrays["hidden"].dtype
     options = {k: torch.tensor(x, dtype=dtype) if isinstance(x, np.ndarray) else x for k, x in p.options.items()}
     return function(target=torch.tensor(p.labels).long(), **given, **options, **further)
+
+
+def made(sizes, seed, *names):
+    """Random tensors of those names and sizes; scales, weights and temperatures are positive."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(sizes[name], generator=generator) for name in sizes}
+    positive = ("scale", "token_weights", "temperature")
+    return {name: drawn[name].abs() + 0.5 if name.endswith(positive) else drawn[name] for name in names}
+
+
+def stored_logits(given, options, side=""):
+    """`[..., V]` by the bridge's arguments, of a student or, with `side="teacher_"`, of its teacher."""
+    linear = side or "linear_"
+    weight, cap = given[f"{linear}weight"], options.get(f"{side}logit_softcap")
+    if "up" in given and not side:
+        weight = weight + LOW_RANK_SCALE * given["up"] @ given["down"]
+    z = (given[f"{side}input"] @ weight.T + given.get(f"{linear}bias", 0.0)) * given.get(f"{side}logit_scale", 1.0)
+    z = z[..., : options.get("vocab_size")]
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    temperature = given.get("temperature", options.get("temperature", 1.0))
+    return z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+
+
+def stored_loss(given, options):
+    """Cross entropy of stored logits, by the bridge's arguments; of `logits` themselves where they are given."""
+    if "logits" in given:
+        given = given | {"input": given["logits"], "linear_weight": torch.eye(given["logits"].shape[-1]).double()}
+    z, options = stored_logits(given, options), given | options
+    target, ignored, size = options["target"], options.get("ignore_index", -100), z.shape[-1]
+    counts = (target >= 0) & (target < size) & (target != ignored)
+    target, log_p = target.where(counts, 0), z.log_softmax(-1)
+    smoothing, by_class = options.get("label_smoothing", 0.0), options.get("class_weights", torch.ones(size)).double()
+    weights = options.get("token_weights", torch.ones(target.shape)).double().where(counts, 0.0)
+    of_class, of_target = by_class[target], log_p.gather(-1, target[..., None])[..., 0]
+    loss = weights * ((smoothing - 1) * of_class * of_target - smoothing * (by_class * log_p).mean(-1))
+    z_part = weights * options.get("z_loss", 0.0) * z.logsumexp(-1) ** 2
+    if options.get("reduction") == "none":
+        return loss + z_part
+    if "normalizer" in options or options.get("reduction") == "sum":
+        return (loss + z_part).sum() / options.get("normalizer", 1.0)
+    return loss.sum() / (weights * of_class).sum().clamp(min=1e-30) + z_part.sum() / weights.sum().clamp(min=1e-30)
+
+
+def assert_exact(function, exact, whole, options, mine=slice(None), *, slopes=2e-5):
+    """A function of a head's tensors has the value and gradients of `exact(tensors, options)` in float64.
+
+    Given the rows `mine` of the vocabulary's tensors, it has the gradients of these.
+    """
+
+    def rows(name, x):
+        return x[mine] if name in BY_ENTRY else x
+
+    wide = {name: x.double().requires_grad_(name not in CONSTANTS) for name, x in whole.items()}
+    given = {name: rows(name, x).clone() for name, x in whole.items()}
+    leaves = {name: x.requires_grad_() for name, x in given.items() if name not in CONSTANTS}
+    if "up" in given:
+        given["linear_weight"] = LowRank(given["linear_weight"], given.pop("up"), given.pop("down"), LOW_RANK_SCALE)
+    found, want = function(**given, **options), exact(wide, options)
+    upstream = torch.linspace(-1, 1.5, found.numel()).reshape(found.shape) if found.ndim else torch.tensor(-0.7)
+    got = torch.autograd.grad(found, list(leaves.values()), upstream)
+    needed = torch.autograd.grad(want, [wide[name] for name in leaves], upstream.double())
+    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=2e-6)
+    for name, x, y in zip(leaves, got, needed, strict=True):
+        torch.testing.assert_close(x.double(), rows(name, y), rtol=2e-4, atol=slopes, msg=f"{options} {name}")
 
 
 @contextlib.contextmanager

@@ -1,15 +1,13 @@
-"""`torch_bridge.cross_entropy` on stored logits, against the float64 oracle."""
+"""`torch_bridge.cross_entropy` on stored logits, against float64."""
 
 from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 
-from tests.pallas_ce import oracle
-from tests.torch_bridge.problems import as_on_a_gpu
+from tests.torch_bridge.problems import as_on_a_gpu, stored_loss
 from torch_bridge import cross_entropy, selective_log_softmax
 from torch_bridge.materialized import chunks
 
@@ -32,28 +30,16 @@ OPTIONS = {
     "class_weights": st.just(True),
     "token_weights": st.just(True),
 }
+DIFFERENTIATED = "token_weights", "z_loss", "label_smoothing"
 
 
 def exact(logits, target, options, upstream):
     """The loss, and the gradients of the logits, then of what else is a tensor that wants one."""
-    given = {k: x.detach().double().numpy() if torch.is_tensor(x) else x for k, x in options.items()}
-    arrays = {"hidden": logits.detach().double().flatten(0, -2).numpy(), "weight": np.eye(logits.shape[-1])}
-    if "token_weights" in given:
-        arrays["token_weights"] = given.pop("token_weights").ravel()
-    upstream = upstream.flatten().numpy() if upstream.ndim else upstream.item()
-
-    def results(**changed):
-        return oracle.cross_entropy(arrays, target.flatten().numpy(), given | changed, upstream)
-
-    value, gradients = results()
-    found = [gradients["hidden"].reshape(logits.shape)]
-    if "token_weights" in arrays:
-        found.append(gradients["token_weights"].reshape(target.shape))
-    for name in ("z_loss", "label_smoothing"):  # the loss is linear in both
-        if torch.is_tensor(options.get(name)):
-            found.append(((results(**{name: 1.0})[0] - results(**{name: 0.0})[0]) * upstream).sum())
-    value = value.reshape(target.shape) if value.ndim else value
-    return torch.tensor(value), [torch.tensor(gradient) for gradient in found]
+    given = {"logits": logits} | {name: x for name, x in options.items() if torch.is_tensor(x)}
+    given = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in given.items()}
+    loss = stored_loss(given, {"target": target, **options, **given})
+    asked = [given[name] for name in ("logits", *DIFFERENTIATED) if name in given and given[name].requires_grad]
+    return loss.detach(), torch.autograd.grad((loss * upstream).sum(), asked)
 
 
 def close(got, want, unit, terms):
@@ -96,7 +82,7 @@ def test_loss_and_gradients_match_float64_for_any_options(data):
     kernels = as_on_a_gpu(data.draw(FIRST_ON))
     with mock.patch.dict(chunks.ELEMENTS, cpu=elements), mock.patch.object(chunks, "LEAST_ROWS", 4), kernels:
         found = cross_entropy(logits, target, inplace_backward=inplace, **options)
-        asked = [options[k] for k in ("token_weights", "z_loss", "label_smoothing") if torch.is_tensor(options.get(k))]
+        asked = [options[k] for k in DIFFERENTIATED if torch.is_tensor(options.get(k))]
         got = torch.autograd.grad((found * upstream).sum(), [logits, *asked])
     assert found.dtype == wide
     unit = torch.finfo(wide).eps
