@@ -43,12 +43,19 @@ MODELS = {
         hf.Llama4TextConfig(**SIZES, head_dim=8, num_local_experts=2, intermediate_size_mlp=32)
     ),
 }  # fmt: skip
+# Mixtures, whose routers have losses of their own.
+ROUTED = {
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.1,
+    )),
+}  # fmt: skip
 
 
 def make(name="llama", **options):
     """A model of that name, or a Llama with options in its configuration."""
     torch.manual_seed(0)
-    return (hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES | options)) if options else MODELS[name]()).train()
+    return (hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES | options)) if options else (MODELS | ROUTED)[name]()).train()
 
 
 def batch():

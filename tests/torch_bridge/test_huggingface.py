@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from transformers.trainer_pt_utils import LabelSmoother
 
-from tests.torch_bridge.models import MODELS, SIZES, VOCABULARY, batch, check_step, make, relative, step
+from tests.torch_bridge.models import MODELS, ROUTED, SIZES, VOCABULARY, batch, check_step, make, relative, step
 from tests.torch_bridge.problems import Products
 from torch_bridge import patch_causal_lm
 from torch_bridge.integrations import patched
@@ -17,19 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*loss_type.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-ROUTED = {
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)),
-    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(
-        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.1,
-    )),
-}  # fmt: skip
-
-
-def make_routed(name):
-    torch.manual_seed(0)
-    return ROUTED[name]().train()
 
 
 IMAGE = 98  # the token in whose place an image's hidden states come
@@ -153,7 +140,7 @@ def test_labels_that_are_shifted_already_and_tuples_are_understood():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["llama", *ROUTED])
 def test_without_a_reduction_every_token_has_its_loss_and_none_of_it_is_the_routers(name, training):
-    model, given = (make() if name == "llama" else make_routed(name)).train(training), batch()
+    model, given = make(name).train(training), batch()
     given |= {"output_router_logits": True} if name in ROUTED else {}
     plain = model(**given)
     labels = given["labels"][:, 1:]
@@ -188,7 +175,7 @@ def test_evaluation_computes_no_logits_where_it_is_told_and_has_the_models_own_l
 
 @pytest.mark.parametrize("name", ROUTED)
 def test_losses_of_routers_are_added(name):
-    model, asked = make_routed(name), {} if name == "mixtral" else {"output_router_logits": True}
+    model, asked = make(name), {} if name == "mixtral" else {"output_router_logits": True}
     want = model(**batch(), **asked)
     check_steps(model, asked, asked | {"num_items_in_batch": torch.tensor(17)})
     got = model(**batch(), **asked)
