@@ -16,6 +16,11 @@ def distillation(hidden, weight, _):
     return linear_distillation(hidden, weight, torch.ones(TOKENS, OF_TEACHER), torch.ones(VOCABULARY, OF_TEACHER))
 
 
+def low_rank(hidden, weight, target):
+    weight = LowRank(weight, torch.ones(VOCABULARY, RANK), torch.ones(RANK, WIDTH))
+    return LINEAR["in_forward"](hidden, weight, target)
+
+
 @pytest.mark.parametrize(("frozen", "count"), [((), 3), (("weight",), 2), (("hidden",), 2)])
 def test_a_recomputing_backward_has_the_logits_again_and_one_product_for_each_gradient_asked_for(head, frozen, count):
     for name, tensor in zip(("hidden", "weight"), head, strict=False):
@@ -45,27 +50,20 @@ def test_a_frozen_weight_with_a_low_rank_term_costs_no_product(head, mode, froze
 
 
 @pytest.mark.parametrize(
-    ("function", "frozen", "products", "of_teacher"),
+    ("function", "frozen", "products", "beside"),
     [
         (LINEAR["in_forward"], False, 3, 0),
         (LINEAR["in_forward"], True, 2, 0),
         (LINEAR["recompute"], False, 4, 0),
         (LINEAR["recompute"], True, 3, 0),
         (LINEAR["log_probs"], False, 4, 0),
-        (distillation, False, 4, 2),
+        (distillation, False, 4, 2 * VOCABULARY * OF_TEACHER),
+        (low_rank, False, 3, 3 * RANK * (VOCABULARY + WIDTH)),
     ],
 )
-def test_torchs_counter_of_operations_counts_the_products(head, function, frozen, products, of_teacher):
+def test_torchs_counter_of_operations_counts_the_products(head, function, frozen, products, beside):
     hidden, weight, target = head
     weight.requires_grad_(not frozen)
     with FlopCounterMode(display=False) as counter:
         function(hidden, weight, target).sum().backward()
-    assert counter.get_total_flops() == 2 * TOKENS * VOCABULARY * (products * WIDTH + of_teacher * OF_TEACHER)
-
-
-def test_torchs_counter_counts_a_low_rank_term(head):
-    hidden, weight, target = head
-    weight = LowRank(weight, torch.ones(VOCABULARY, RANK), torch.ones(RANK, WIDTH))
-    with FlopCounterMode(display=False) as counter:
-        LINEAR["in_forward"](hidden, weight, target)
-    assert counter.get_total_flops() == 3 * 2 * TOKENS * (VOCABULARY * WIDTH + RANK * (VOCABULARY + WIDTH))
+    assert counter.get_total_flops() == 2 * TOKENS * (products * VOCABULARY * WIDTH + beside)
