@@ -128,10 +128,11 @@ def stored_loss(given, options):
     return loss.sum() / (weights * of_class).sum().clamp(min=1e-30) + z_part.sum() / weights.sum().clamp(min=1e-30)
 
 
-def assert_exact(function, exact, whole, options, mine=slice(None), *, slopes=2e-5):
+def assert_exact(function, exact, whole, options, mine=slice(None), *, values=(2e-5, 2e-6), slopes=(2e-4, 2e-5)):
     """A function of a head's tensors has the value and gradients of `exact(tensors, options)` in float64.
 
-    Given the rows `mine` of the vocabulary's tensors, it has the gradients of these.
+    Given the rows `mine` of the vocabulary's tensors, it has the gradients of these. `values` and `slopes` are
+    relative and absolute tolerances.
     """
 
     def rows(name, x):
@@ -146,9 +147,9 @@ def assert_exact(function, exact, whole, options, mine=slice(None), *, slopes=2e
     upstream = torch.linspace(-1, 1.5, found.numel()).reshape(found.shape) if found.ndim else torch.tensor(-0.7)
     got = torch.autograd.grad(found, list(leaves.values()), upstream)
     needed = torch.autograd.grad(want, [wide[name] for name in leaves], upstream.double())
-    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(found.double(), want, rtol=values[0], atol=values[1])
     for name, x, y in zip(leaves, got, needed, strict=True):
-        torch.testing.assert_close(x.double(), rows(name, y), rtol=2e-4, atol=slopes, msg=f"{options} {name}")
+        torch.testing.assert_close(x.double(), rows(name, y), rtol=slopes[0], atol=slopes[1], msg=f"{options} {name}")
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def test_it_is_the_divergence_of_stored_logits(
     options = options | {"logit_softcap": caps[0], "teacher_logit_softcap": caps[1]}
     options |= {} if "temperature" in further else {"temperature": 1.3}
     # Off by roundings of a row's divergence, which may be 60.
-    assert_exact(linear_distillation, stored_divergence, given, options, slopes=1e-4)
+    assert_exact(linear_distillation, stored_divergence, given, options, slopes=(2e-4, 1e-4))
 
 
 def test_a_teacher_of_more_entries_is_cut_where_it_is_named() -> None:
