@@ -79,12 +79,49 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 HEADS = BY_ROW | LOSSES
 # By name, the implementations of those that can be told which, beside the kernels; None: the only one.
-SERVED = dict.fromkeys(HEADS, (None,)) | {
-    **dict.fromkeys(
-        ("linear_row_statistics", "linear_log_probs", "linear_log_probs over a support", *LOSSES), ("xla", "reference")
-    ),
-}
+SERVED = dict.fromkeys(HEADS, (None,)) | dict.fromkeys(
+    ("linear_row_statistics", "linear_log_probs", "linear_log_probs over a support", *LOSSES), ("xla", "reference")
+)
 TEMPERED = sorted(HEADS.keys() - {"linear_cross_entropy", "sampled_softmax"})
+
+
+def _of_stored(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return lambda hidden, weight, labels: function(hidden @ weight.T, labels, **options)
+
+
+def _twice(labels: Any) -> Any:
+    """As two labels of each row, in their dtype."""
+    return labels[..., None][..., np.zeros(2, int)]
+
+
+def _options(weight: Any, labels: Any) -> dict[str, Any]:
+    """Of a cross entropy; weights may be integers."""
+    weights = {"class_weights": np.ones(len(weight), np.int32), "token_weights": np.ones(labels.shape, np.int8)}
+    return {"label_smoothing": 0.1, "z_loss": 1e-3, "return_metrics": True, **weights}
+
+
+def _crf(hidden: Any, weight: Any, labels: Any) -> Any:
+    """Of two sequences."""
+    emissions, places = hidden @ weight.T, jnp.arange(len(weight), dtype=hidden.dtype)
+    emissions, transitions = emissions.reshape(2, -1, len(weight)), jnp.outer(jnp.sin(places), jnp.cos(places))
+    return P.linear_chain_crf(emissions, labels.reshape(2, -1), transitions, normalizer=3)
+
+
+# More functions of hidden states, weight and labels, and other options.
+LABELLED: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "linear_cross_entropy, options": lambda h, w, t: P.linear_cross_entropy(h, w, t, shift=1, **_options(w, t)),
+    "linear_log_probs of several": lambda h, w, t: P.linear_log_probs(
+        h, w, _twice(t), temperature=0.7, return_entropy=True, logit_softcap=5.0
+    ),
+    "cross_entropy": lambda h, w, t: P.cross_entropy(h @ w.T, t, logit_softcap=5.0, **_options(w, t)),
+    "chunked_cross_entropy": _of_stored(P.chunked_cross_entropy, chunk_size=4, normalizer=7),
+    "mean_squared_lse": _of_stored(P.mean_squared_lse),
+    "selective_log_softmax": _of_stored(P.selective_log_softmax),
+    "selective_log_softmax of several": lambda h, w, t: P.selective_log_softmax(h @ w.T, _twice(t)),
+    "linear_chain_crf": _crf,
+    "a configured loss": _of_stored(P.build_loss_fn({"loss_fn": "cross_entropy", "z_loss_weight": 0.1})),
+    "multi_task_cross_entropy": lambda h, w, t: P.multi_task_cross_entropy(h, {"a": P.Task(w, t)}),
+}
 
 
 def by_row(name: str) -> Callable[..., Any]:
@@ -401,7 +438,6 @@ OF_STATISTICS = ("temperature", "logit_weights")
 OF_TEACHER = ("temperature", *(f"teacher_{x}" for x in HEAD))
 OF_PAIRS = ("chosen", "rejected", "ref_chosen", "ref_rejected")
 OF_TOKENS = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
-OF_TOP_K = ("log_probs", "teacher_log_probs")
 CASES: dict[str, Case] = {
     "linear_cross_entropy": _of_head(
         "linear_cross_entropy", _plain_cross_entropy, "token_weights", *OF_CLASSES, constants=OF_CLASSES, ways=EACH_MODE
@@ -482,18 +518,12 @@ CASES: dict[str, Case] = {
 _policy_loss = functools.partial(
     P.policy_loss, kl_coefficient=0.1, entropy_coefficient=np.float32(0.1), ratio_limit=3, return_metrics=True
 )
-_top_k_loss = functools.partial(P.top_k_distillation_loss, aggregation="sequence_mean")
-# Objectives of post-training, by name: a function of a mask and of arrays of these names.
+# Objectives of post-training, by name: a function of a mask and of arrays of these names, `[sequences, T]` or pairs.
 OBJECTIVES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "tokens": (_policy_loss, OF_TOKENS),
     "tokens of fixed length": (functools.partial(_policy_loss, aggregation="fixed_length", length=3), OF_TOKENS),
     "sequences": (functools.partial(_policy_loss, level="sequence", aggregation="sequence_mean"), OF_TOKENS),
     "sequences by token": (functools.partial(_policy_loss, level="sequence_token", aggregation="none"), OF_TOKENS),
-    **{
-        f"{divergence}, {tail=}": (functools.partial(_top_k_loss, divergence=divergence, tail=tail), OF_TOP_K)
-        for divergence in DISTILLATIONS
-        for tail in (True, False)
-    },
     **{
         kind: (functools.partial(P.dpo_loss, kind=kind, return_metrics=True), OF_PAIRS)
         for kind in ("sigmoid", "hinge", "ipo")

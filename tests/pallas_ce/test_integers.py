@@ -17,22 +17,14 @@ import flax_modules.linen
 import flax_modules.nnx
 from pallas_ce import (
     ClassSample,
-    Task,
     build_loss_fn,
-    chunked_cross_entropy,
-    cross_entropy,
-    linear_chain_crf,
     linear_cross_entropy_and_gradients,
-    linear_log_probs,
-    mean_squared_lse,
-    multi_task_cross_entropy,
     register_loss,
     sampled_softmax_cross_entropy,
-    selective_log_softmax,
 )
 from pallas_ce.api import checks
 from pallas_ce.statistics.labels import NO_TARGET, canonical, check, counted
-from tests.pallas_ce.cases import HEADS, KEY
+from tests.pallas_ce.cases import HEADS, KEY, LABELLED
 
 N, H = 6, 4
 HIDDEN = jax.random.normal(jax.random.key(0), (N, H))
@@ -43,80 +35,42 @@ def _weight(v: int) -> jax.Array:
     return jax.random.normal(jax.random.key(1), (v, H), jnp.float32)  # in 64-bit mode too
 
 
-def _of_logits(function: Any) -> Callable[[Any, int], Any]:
-    return lambda ids, v: function(HIDDEN @ _weight(v).T, ids)
-
-
-def _crf(ids: Any, v: int) -> Any:
-    emissions, transitions = (
-        HIDDEN @ _weight(v).T,
-        jnp.outer(jnp.sin(jnp.arange(1.0 * v)), jnp.cos(jnp.arange(1.0 * v))),
-    )
-    return linear_chain_crf(emissions.reshape(2, 3, v), ids.reshape(2, 3), transitions, reduction="none")
-
-
-def _running(ids: Any, v: int) -> Any:
-    weight = _weight(v)
-    return linear_cross_entropy_and_gradients(HIDDEN, weight, ids, jnp.zeros_like(weight))
-
-
-def _sampled(ids: Any, v: int) -> Any:
+def _sampled(hidden: Any, weight: Any, ids: Any) -> Any:
     """The ids are those that a sampler of the user's own has drawn, too."""
-
-    def sampler(key: Any, count: int, vocab_size: int) -> ClassSample:
-        del key
-        return ClassSample(ids[:count], jnp.full(vocab_size, -1.0))
-
-    return sampled_softmax_cross_entropy(
-        HIDDEN, _weight(v), ids, key=KEY, num_samples=1, sampler=sampler, reduction="none"
-    )
+    sample = functools.partial(sampled_softmax_cross_entropy, key=KEY, num_samples=1, reduction="none")
+    return sample(hidden, weight, ids, sampler=lambda *_: ClassSample(ids[:1], jnp.full(len(weight), -1.0)))
 
 
 register_loss("lse of these tests", lambda logits, labels: jnp.mean(logits[:, 0]))
 
 
-def _linen(module: Any, *arguments: Any) -> Any:
-    return module.apply(module.init(jax.random.key(2), *arguments), *arguments)
+def _of_flax(framework: Any, name: str, hidden: Any, weight: Any, ids: Any) -> Any:
+    rngs: Any = {"rngs": nnx.Rngs(0)} if framework is flax_modules.nnx else {}
+    module = framework.LossHead(H, len(weight), **rngs)
+    module = module if name == "LossHead" else framework.MultiTokenLossHead(module, 2, **rngs)
+    given = hidden.reshape(2, 3, H), ids.reshape(2, 3)
+    return module(*given) if rngs else module.apply(module.init(KEY, *given), *given)
 
 
-def _heads(framework: Any, v: int) -> Any:
-    return framework.LossHead(H, v, rngs=nnx.Rngs(0)) if framework is flax_modules.nnx else framework.LossHead(H, v)
-
-
-def _multi_token(framework: Any, ids: Any, v: int) -> Any:
-    hidden, labels = HIDDEN.reshape(2, 3, H), ids.reshape(2, 3)
-    if framework is flax_modules.nnx:
-        module = framework.MultiTokenLossHead(_heads(framework, v), 2, rngs=nnx.Rngs(0))
-        return module(hidden, labels), [jnp.where(x < 0, -1, x) for x in module.future_labels(labels)[1:]]
-    return _linen(framework.MultiTokenLossHead(_heads(framework, v), 2), hidden, labels)
-
-
-CALLS: dict[str, Callable[[Any, int], Any]] = {
+CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     **{
-        name: functools.partial(lambda function, ids, v: function(HIDDEN, _weight(v), ids), function)
+        name: function
         for name, function in HEADS.items()
         if name not in ("linear_top_k", "linear_row_statistics", "sampled_softmax") and "linear_sample" not in name
     },
-    "linear_log_probs of several": lambda ids, v: linear_log_probs(
-        HIDDEN.reshape(2, 3, H)[:, 0], _weight(v), ids.reshape(2, 3)
+    **LABELLED,
+    "linear_cross_entropy_and_gradients": lambda hidden, weight, ids: linear_cross_entropy_and_gradients(
+        hidden, weight, ids, jnp.zeros_like(weight)
     ),
-    "linear_cross_entropy_and_gradients": _running,
-    "cross_entropy": _of_logits(functools.partial(cross_entropy, return_metrics=True)),
-    "chunked_cross_entropy": _of_logits(chunked_cross_entropy),
-    "mean_squared_lse": _of_logits(mean_squared_lse),
-    "selective_log_softmax": _of_logits(selective_log_softmax),
-    "selective_log_softmax of several": lambda ids, v: selective_log_softmax(_weight(v).T[:2], ids.reshape(2, 3)),
-    "linear_chain_crf": _crf,
     "a sampler's ids": _sampled,
-    "a registered loss": _of_logits(lambda z, ids: build_loss_fn({"loss_fn": "cross_entropy"})(z, ids)),
-    "a loss with z_loss added": _of_logits(
-        lambda z, ids: build_loss_fn({"loss_fn": "lse of these tests", "z_loss_weight": 0.1})(z, ids)
-    ),
-    "multi_task_cross_entropy": lambda ids, v: multi_task_cross_entropy(HIDDEN, {"a": Task(_weight(v), ids)}),
-    "nnx.LossHead": lambda ids, v: _heads(flax_modules.nnx, v)(HIDDEN, ids),
-    "linen.LossHead": lambda ids, v: _linen(_heads(flax_modules.linen, v), HIDDEN, ids),
-    "nnx.MultiTokenLossHead": functools.partial(_multi_token, flax_modules.nnx),
-    "linen.MultiTokenLossHead": functools.partial(_multi_token, flax_modules.linen),
+    "a loss with z_loss added": lambda hidden, weight, ids: build_loss_fn(
+        {"loss_fn": "lse of these tests", "z_loss_weight": 0.1}
+    )(hidden @ weight.T, ids),
+    **{
+        f"{framework.__name__}.{name}": functools.partial(_of_flax, framework, name)
+        for framework in (flax_modules.nnx, flax_modules.linen)
+        for name in ("LossHead", "MultiTokenLossHead")
+    },
 }
 
 
@@ -144,9 +98,9 @@ def test_ids_of_every_dtype_mean_what_they_are(name: str, data: Any) -> None:
         with jax.enable_x64(x64 or "made" in where or dtype.itemsize > 4):
             given = jnp.asarray(given)
     assert given.dtype == dtype
-    want = CALLS[name](plain, v)
+    want = CALLS[name](HIDDEN, _weight(v), plain)
     with jax.enable_x64(x64):
-        got = CALLS[name](given, v)
+        got = CALLS[name](HIDDEN, _weight(v), given)
     for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
@@ -163,7 +117,7 @@ def _around(dtype: str, vocab_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", *DTYPES])
-def test_labels_of_any_integer_dtype_are_told_apart_from_the_vocabulary(dtype: str) -> None:
+def test_labels_of_any_integer_dtype_are_told_apart_from_the_vocabulary_and_validated(dtype: str) -> None:
     with jax.enable_x64(True) if "64" in dtype else contextlib.nullcontext():
         for vocab_size in VOCABULARIES:
             values = _around(dtype, vocab_size)
@@ -177,19 +131,15 @@ def test_labels_of_any_integer_dtype_are_told_apart_from_the_vocabulary(dtype: s
             for ignored in (0, 5, 99, -1, 2**40, None):
                 want = [i and v != ignored for v, i in zip(values, inside, strict=True)]
                 assert counted(found, ignored).tolist() == want
-
-
-def test_lists_of_integers_do_not_wrap_around_either() -> None:
-    for given in ([2, 2**32 + 2], [np.int64(2), np.int64(2**32 + 2)]):
-        assert canonical(checks.ids("labels", given), 5).tolist() == [2, NO_TARGET]
-    assert canonical(checks.ids("labels", [jnp.int32(2), 1]), 5).tolist() == [2, 1]
-
-
-@pytest.mark.parametrize("dtype", ["int4", "uint4", *DTYPES])
-def test_values_of_any_integer_dtype_are_validated(dtype: str) -> None:
     with jax.enable_x64(True):
         labels = jnp.asarray([3, 7]).astype(dtype)
     check(labels, -100, 200)
     check(labels, 7, 5)
     with pytest.raises(ValueError, match=r"labels\[1\]=7 is neither in \[0, vocab_size=5\) nor ignore_index=-100"):
         check(labels, -100, 5)
+
+
+def test_lists_of_integers_do_not_wrap_around_either() -> None:
+    for given in ([2, 2**32 + 2], [np.int64(2), np.int64(2**32 + 2)]):
+        assert canonical(checks.ids("labels", given), 5).tolist() == [2, NO_TARGET]
+    assert canonical(checks.ids("labels", [jnp.int32(2), 1]), 5).tolist() == [2, 1]

@@ -12,28 +12,18 @@ from flax import nnx
 
 import flax_modules.linen
 import flax_modules.nnx
-from pallas_ce import (
-    build_loss_fn,
-    chunked_cross_entropy,
-    cross_entropy,
-    group_advantages,
-    kl_estimate,
-    linear_chain_crf,
-    linear_cross_entropy,
-    linear_cross_entropy_and_gradients,
-    linear_log_probs,
-)
-from tests.pallas_ce.cases import CASES, KEY, OBJECTIVES, Sizes, Way, total
+from pallas_ce import group_advantages, kl_estimate, linear_cross_entropy, linear_cross_entropy_and_gradients
+from tests.pallas_ce.cases import CASES, KEY, LABELLED, OBJECTIVES, Sizes, Way, total
 
-B, T, H, V, K = 2, 6, 8, 31, 3
+B, T, H, V = 2, 6, 8, 31
 _RNG = np.random.default_rng(0)
-HIDDEN, WEIGHT, LOGITS, LOG_PROBS = (
-    _RNG.normal(size=shape).astype(np.float32) for shape in ((B, T, H), (V, H), (B, T, V), (B, T))
-)
+HIDDEN, WEIGHT, LOG_PROBS = (_RNG.normal(size=shape).astype(np.float32) for shape in ((B, T, H), (V, H), (B, T)))
 LABELS = _RNG.integers(-1, V, (B, T)).astype(np.int32)
-TAGS, MASK, SEVERAL = np.maximum(LABELS, 0) % K, LABELS >= 0, np.stack([LABELS, LABELS[:, ::-1]], -1)
-SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3}
-OF_CLASSES = {**SMOOTHED, "class_weights": np.ones(V, np.int32), "token_weights": np.ones((B, T), np.int8)}
+MASK, HEAD = LABELS >= 0, {"hidden": HIDDEN, "weight": WEIGHT}
+
+
+def _labelled(function: Callable[..., Any], x: Any) -> Any:
+    return function(x["hidden"], x["weight"], LABELS)
 
 
 def _masked(function: Callable[..., Any], x: Any) -> Any:
@@ -42,24 +32,9 @@ def _masked(function: Callable[..., Any], x: Any) -> Any:
 
 # What the examples of all functions leave out.
 CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "cross_entropy": (lambda z: cross_entropy(z, LABELS, logit_softcap=5.0, return_metrics=True, **OF_CLASSES), LOGITS),
-    "chunked_cross_entropy": (lambda z: chunked_cross_entropy(z, LABELS, 4, normalizer=7), LOGITS),
-    "linear_cross_entropy": (
-        lambda h: linear_cross_entropy(h, WEIGHT, LABELS, shift=1, return_metrics=True, **OF_CLASSES),
-        HIDDEN,
-    ),
-    "linear_log_probs of several": (
-        lambda h: linear_log_probs(h, WEIGHT, SEVERAL, temperature=0.7, return_entropy=True, logit_softcap=5.0),
-        HIDDEN,
-    ),
-    "linear_chain_crf": (
-        lambda x: linear_chain_crf(jnp.stack([x] * K, -1), TAGS, jnp.ones((K, K), x.dtype), normalizer=3), LOG_PROBS
-    ),
-    "a configured loss": (
-        lambda z: build_loss_fn({"loss_fn": "cross_entropy", "z_loss_weight": 0.1})(z, LABELS), LOGITS
-    ),
+    **{name: (functools.partial(_labelled, function), HEAD) for name, function in LABELLED.items()},
     **{name: (functools.partial(_masked, function), dict.fromkeys(names, LOG_PROBS))
-       for name, (function, names) in OBJECTIVES.items() if "teacher_log_probs" not in names},
+       for name, (function, names) in OBJECTIVES.items()},
     **{f"kl_estimate, {name}": (lambda x, name=name: kl_estimate(x, -x, estimator=name), LOG_PROBS)
        for name in ("k1", "k2", "k3")},
     **{
@@ -113,7 +88,9 @@ def test_heads_of_flax_promote_nothing(framework: Any) -> None:
     hidden = jnp.asarray(HIDDEN, jnp.bfloat16)
 
     def head() -> Any:
-        return framework.LossHead(H, V, use_bias=True, lora_rank=2, dtype=jnp.bfloat16, **SMOOTHED, **rngs)
+        return framework.LossHead(
+            H, V, use_bias=True, lora_rank=2, dtype=jnp.bfloat16, label_smoothing=0.1, z_loss=1e-3, **rngs
+        )
 
     for module in (head(), framework.MultiTokenLossHead(head(), 2, **rngs)):
 

@@ -12,57 +12,47 @@ import pytest
 
 from pallas_ce import top_k_distillation_loss
 from tests.pallas_ce import oracle, plain
-from tests.pallas_ce.checks import assert_close
+from tests.pallas_ce.cases import DISTILLATIONS
+from tests.pallas_ce.checks import assert_close, with_gradients
+from tests.pallas_ce.streamed import assert_distills
 
-DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
-
-
-def exact(log_p: np.ndarray, log_q: np.ndarray, divergence: str, beta: float, tail: bool) -> tuple[Any, Any]:
-    """Each token's divergence and the gradient of their sum, by plain JAX in float64."""
-
-    def total(log_p: Any) -> Any:
-        given = {"log_probs": log_p, "teacher_log_probs": np.float64(log_q)}
-        found = plain.top_k_distillation(divergence, given, np.ones(log_q.shape[:-1], bool), tail=tail, beta=beta)
-        return jnp.sum(found), found.reshape(log_q.shape[:-1])
-
-    with jax.enable_x64(True):
-        gradient, values = jax.grad(total, has_aux=True)(np.float64(log_p))
-        return np.asarray(values), np.asarray(gradient)
+every_kind = pytest.mark.parametrize(
+    ("divergence", "tail"), [(divergence, tail) for divergence in DISTILLATIONS for tail in (True, False)]
+)
 
 
-def _drawn(seed: int, places: int, absent: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Student and teacher log-probabilities `[2, 3, K]` of distributions over twelve tokens, as float32."""
+def ours(x: Any, **options: Any) -> Any:
+    return top_k_distillation_loss(**x, aggregation="none", **options)
+
+
+def exact(x: Any, divergence: str, **options: Any) -> Any:
+    mask = np.ones(x["log_probs"].shape[:-1], bool)
+    return plain.top_k_distillation(divergence, x, mask, **options).reshape(mask.shape)
+
+
+def _drawn(seed: int, places: int, absent: bool) -> dict[str, np.ndarray]:
+    """Log-probabilities `[2, 3, K]` of distributions over twelve tokens, as float32."""
     rng = np.random.default_rng(seed)
     student, teacher = (rng.dirichlet(np.ones(12), size=(2, 3)) for _ in range(2))
     ids = np.argsort(-teacher, axis=-1)[..., :places]
     log_p, log_q = (np.log(np.take_along_axis(x, ids, -1)).astype(np.float32) for x in (student, teacher))
     if absent:
         log_q[0, :, places // 2 + 1 :] = -np.inf
-    return log_p, log_q
+    return {"log_probs": log_p, "teacher_log_probs": log_q}
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("tail", [True, False])
+@every_kind
 @hypothesis.given(seed=st.integers(0, 2**16), places=st.sampled_from([5, 1]), absent=st.booleans(),
                   beta=st.sampled_from([0.1, 0.5, 0.9]))  # fmt: skip
 def test_values_and_gradients_are_those_of_the_definition(
     divergence: Any, tail: bool, seed: int, places: int, absent: bool, beta: float
 ) -> None:
-    log_p, log_q = _drawn(seed, places, absent)
-
-    def ours(log_p: Any, log_q: Any) -> Any:
-        found = top_k_distillation_loss(log_p, log_q, divergence=divergence, beta=beta, tail=tail, aggregation="none")
-        return jnp.sum(found), found
-
-    (gradient, constant), got = jax.grad(ours, (0, 1), has_aux=True)(log_p, log_q)
-    want, needs_grad = exact(log_p, log_q, divergence, beta, tail)
-    assert_close(got, want, 1e-5, floor=2e-6)
-    assert not np.any(constant)
-    np.testing.assert_allclose(gradient, needs_grad, rtol=1e-4, atol=1e-4)
+    options = {"divergence": divergence, "beta": beta, "tail": tail}
+    given = (functools.partial(loss, **options) for loss in (ours, exact))
+    assert_distills(*given, _drawn(seed, places, absent), 1.0)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("tail", [True, False])
+@every_kind
 def test_every_token_is_the_whole_divergence_and_fewer_a_lower_bound(divergence: Any, tail: bool) -> None:
     rng = np.random.default_rng(0)
     p, q = (rng.dirichlet(np.ones(6), size=4) for _ in range(2))
@@ -75,8 +65,7 @@ def test_every_token_is_the_whole_divergence_and_fewer_a_lower_bound(divergence:
         assert np.all(np.asarray(part) >= -1e-6)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("tail", [True, False])
+@every_kind
 def test_certain_teachers_impossible_tokens_and_empty_rows_keep_finite_gradients(divergence: Any, tail: bool) -> None:
     teacher = jnp.array([[0.0, -200.0], [-0.7, -0.7], [-jnp.inf, -jnp.inf], [-300.0, -301.0]])
     student = jnp.array([[-200.0, 0.0], [0.0, -jnp.inf], [-1.0, -jnp.inf], [-0.1, -3.0]])
@@ -92,22 +81,18 @@ def test_certain_teachers_impossible_tokens_and_empty_rows_keep_finite_gradients
 @pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6])
 def test_a_mixture_that_is_almost_one_side_has_relative_accuracy(beta: float, tail: bool) -> None:
-    log_p, log_q = (np.stack(x) for x in zip(*(_drawn(seed, 5, False) for seed in range(4)), strict=True))
-
-    def ours(log_p: Any) -> Any:
-        found = top_k_distillation_loss(log_p, log_q, divergence="jsd", beta=beta, tail=tail, aggregation="none")
-        return jnp.sum(found), found
-
-    gradient, got = jax.grad(ours, has_aux=True)(log_p)
-
-    want, needs_grad = exact(log_p, log_q, "jsd", beta, tail)
+    x = jax.tree.map(lambda *each: np.stack(each), *(_drawn(seed, 5, False) for seed in range(4)))
+    options = {"divergence": "jsd", "beta": beta, "tail": tail}
+    got, gradient = with_gradients(functools.partial(ours, **options), x)
+    with jax.enable_x64(True):
+        want, needs_grad = with_gradients(functools.partial(exact, **options), oracle.to64(x))
     # The tail's probability, of a tenth and more, is rounded at the size of 1.
     np.testing.assert_allclose(got, want, rtol=2e-5)
-    np.testing.assert_allclose(gradient, needs_grad, rtol=1e-3, atol=1e-4 * np.abs(needs_grad).max())
+    found, right = (np.asarray(of["log_probs"]) for of in (gradient, needs_grad))
+    np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("tail", [True, False])
+@every_kind
 def test_the_mean_of_a_row_with_a_nan_is_nan(divergence: Any, tail: bool) -> None:
     """Also where the student has no probability at all."""
     for student, teacher in (([-1.0, np.nan], [-1.0, -1.0]), ([-np.inf, -np.inf], [np.nan, -1.0])):
