@@ -71,7 +71,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 OF_ONE: dict[str, list[Row]] = {
     "linear_cross_entropy": [
-        ({"hidden": jnp.float32(1)}, ValueError, r"hidden has shape \(\); it must be \[\.\.\., H\]"),
         ({"hidden": "text"}, TypeError, "hidden is a str"),
         ({"hidden": np.ones((4, 3), int)}, TypeError, "hidden has dtype int32; it must be a floating dtype"),
         ({"hidden": HIDDEN.astype(jnp.float8_e4m3fn)}, TypeError, "hidden float8_e4m3fn .*names no compute dtype"),
@@ -82,11 +81,9 @@ OF_ONE: dict[str, list[Row]] = {
         ({"vocab_axis": 1}, ValueError, r"vocab_axis=1: .*is vocab_axis the right one\?"),
         ({"vocab_axis": 2}, ValueError, r"vocab_axis=2 must be 0 \(weight \[V, H\]\) or 1"),
         ({"vocab_axis": True}, ValueError, "vocab_axis=True must be 0"),
-        ({"bias": np.ones(4), "vocab_size": 4}, ValueError, r"bias has shape \(4,\); it must be \(5,\), one entry"),
         ({"bias": np.ones(5, int)}, TypeError, "bias has dtype int32; it must be a floating dtype"),
         ({"vocab_scale": np.ones(4)}, ValueError, r"vocab_scale has shape \(4,\); it must be \(5,\), one entry"),
         ({"vocab_size": 0}, ValueError, "vocab_size=0 must be an int between 1 and the weight's 5 entries"),
-        ({"vocab_size": 6}, ValueError, "vocab_size=6 must be an int between 1 and the weight's 5 entries"),
         ({"vocab_size": 4.0}, ValueError, r"vocab_size=4\.0 must be an int between 1 and"),
         ({"logit_softcap": 0.0}, ValueError, r"logit_softcap=0\.0 must be a finite number above 0, or None for no cap"),
         ({"logit_softcap": NAN}, ValueError, "logit_softcap=nan must be a finite number above 0"),
@@ -94,11 +91,9 @@ OF_ONE: dict[str, list[Row]] = {
         ({"logit_softcap": "soft"}, TypeError, "logit_softcap='soft' must be a number above 0"),
         ({"logit_softcap": 10**400}, ValueError, "logit_softcap=1000.*… must be"),
         ({"logit_scale": np.ones(4)}, ValueError, r"logit_scale has shape \(4,\); it must be a scalar"),
-        ({"logit_scale": NAN}, ValueError, "logit_scale=nan must be a finite number"),
         ({"logit_scale": None}, TypeError, "logit_scale is None; it must be a number"),
         ({"dtype": "floaty"}, TypeError, "dtype='floaty' names no compute dtype; supported are bfloat16, float16"),
         ({"dtype": jnp.float64}, ValueError, r"dtype=float64 needs JAX's 64-bit mode: jax\.config\.update"),
-        ({"precision": "fast"}, ValueError, "precision='fast' is unknown; choose from 'default', .*'TF32_TF32_F32'"),
         ({"precision": "ANY_F8_ANY_F8_F32"}, ValueError, "='ANY_F8_ANY_F8_F32' multiplies 8-bit operands, .* choose"),
         ({"precision": 2}, TypeError, "precision=2 is a int; it must be one name for all products, a jax.lax.Prec"),
         ({"implementation": "cuda"}, ValueError, r"implementation='cuda' is unknown; choose from \(.*'xla'.*\) or N"),
@@ -180,7 +175,6 @@ OF_ONE: dict[str, list[Row]] = {
     ],
     "linear_top_k": [
         ({"k": 4, "vocab_size": 3}, ValueError, "k=4 must be an int between 1 and vocab_size=3"),
-        ({"temperature": np.array([1.0, -2.0, 1.0, 1.0])}, ValueError, "temperature=-2 must be"),
         ({"k": 3, "scratch_bytes": 50}, ValueError, "scratch_bytes=50 cannot hold one row in the forward pass"),
     ],
     "linear_sample": [
@@ -250,10 +244,12 @@ OF_ONE: dict[str, list[Row]] = {
 }  # fmt: skip
 # By function, mistakes in single arguments that a reader of several functions names.
 NAMED: dict[str, dict[str, Any]] = {
-    "linear_row_statistics": {"labels": LABELS > 1, "logit_weights": np.ones(6), "row_mask": np.ones(5, bool)},
-    "linear_loss": {"labels": LABELS * 1.0, "row_inputs": (None,), "reduction": "max", "backward": "fast"},
+    "linear_row_statistics": {"labels": LABELS > 1, "logit_weights": np.ones(6), "row_mask": np.ones(5, bool),
+                              "mesh_axes": ("data",)},
+    "linear_loss": {"labels": LABELS * 1.0, "row_inputs": (None,), "reduction": "max", "backward": "fast",
+                    "mesh_axes": ("data",)},
     "explain": {"differentiate": "hidden", "reduction": "max"},
-    "linear_log_probs": {"labels": LABELS[:2], "temperature": np.ones(3)},
+    "linear_log_probs": {"labels": LABELS[:2], "temperature": np.ones(3), "mesh_axes": ("data",)},
     "linear_top_k": {"k": 6, "temperature": np.ones(4, int), "row_mask": np.ones(4)},
     "linear_sample": {"top_k": 6, "scratch_bytes": 9, "row_mask": np.ones(4)},
     "sampled_softmax_cross_entropy": {"key": "abc", "num_samples": 6, "reduction": "max"},
@@ -296,10 +292,10 @@ def test_an_argument_is_named_with_what_is_wrong(name: str, argument: str) -> No
 def test_each_function_has_the_reader_of_a_head(name: str) -> None:
     for mistake, words in (
         ({"hidden": jnp.float32(1)}, r"hidden has shape \(\); it must be \[\.\.\., H\]"),
-        ({"bias": jnp.ones(4)}, r"bias has shape \(4,\); it must be \(5,\)"),
+        ({"bias": jnp.ones(4), "vocab_size": 4}, r"bias has shape \(4,\); it must be \(5,\), one entry"),
         ({"vocab_size": 6}, "vocab_size=6 must be an int between 1 and the weight's 5 entries"),
         ({"logit_scale": NAN}, "logit_scale=nan must be a finite number"),
-        ({"precision": "fast"}, "precision='fast' is unknown"),
+        ({"precision": "fast"}, "precision='fast' is unknown; choose from 'default', .*'TF32_TF32_F32'"),
         ({"scratch_bytes": 0}, "scratch_bytes=0 must be a positive int, or None for the default"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -317,12 +313,6 @@ def test_a_fault_in_the_teachers_head_is_said_to_be_there() -> None:
     with pytest.raises(ValueError, match="the hidden size is 7 in the one and 3 in the other") as raised:
         called("linear_distillation", teacher_weight=WEIGHT)
     assert raised.value.__notes__[0].startswith("This is about the teacher's head")
-
-
-@pytest.mark.parametrize("name", ["linear_row_statistics", "linear_log_probs", "linear_loss"])
-def test_mesh_axes_without_what_they_split_are_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=re.escape("mesh_axes=('data', 'tensor') must be a MeshAxes")):
-        called(name, mesh_axes=("data", "tensor"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`precision`: what every product of a head multiplies with, in the programs of all functions; and float32 heads."""
 
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 
-import pallas_ce
 from pallas_ce import Task, linear_cross_entropy, linear_log_probs, multi_task_cross_entropy
 from pallas_ce.api.problem import Problem
 from tests.pallas_ce.cases import DISTILLATIONS, HEADS, SERVED, total
@@ -72,15 +70,6 @@ def test_jaxs_configuration_decides_where_nothing_is_said(name: str) -> None:
         assert_all(products(HEADS[name], **asked), "tensorfloat32")
         assert_all(products(HEADS[name], jnp.bfloat16), "default")
     assert_all(products(HEADS[name]), "highest")
-
-
-@pytest.mark.parametrize("name", pallas_ce.__all__)
-def test_whoever_chooses_a_compute_dtype_chooses_a_precision(name: str) -> None:
-    public = getattr(pallas_ce, name)
-    if inspect.isfunction(public):
-        names = inspect.signature(public).parameters.keys()
-        for prefix in ("", "teacher_"):
-            assert (f"{prefix}dtype" in names) == (f"{prefix}precision" in names)
 
 
 def test_heads_of_several_tasks_have_one_precision_and_may_have_their_own() -> None:

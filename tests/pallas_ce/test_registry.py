@@ -114,28 +114,29 @@ def test_values_that_cannot_be_printed_are_refused_all_the_same() -> None:
         build_loss_fn({"z_loss_weight": 10**5000})
 
 
-def test_registering_needs_a_new_name_a_function_and_a_known_call() -> None:
+# Names, losses and ways to call them that cannot be registered.
+NOT_REGISTERED: list[tuple[str, Any, Any, type[Exception], str]] = [
+    ("cross_entropy", jnp.mean, "logits", ValueError, "name='cross_entropy' is taken; registered are cross_entropy, c"),
+    ("mine", 3, "logits", TypeError, "loss_fn=3 must be a function of logits, labels"),
+    ("mine", jnp.mean, "both", ValueError, "takes='both' is unknown; choose from 'logits', 'hidden'"),
+    ("mine", lambda labels, logits: 0.0, "logits", TypeError,
+     r"takes labels, logits; with takes='logits' it is called \(logits, lab"),
+    ("mine", lambda weight, hidden, labels: 0.0, "hidden", TypeError,
+     r"takes weight, hidden, labels; with takes='hidden'"),
+    ("mine", lambda hidden, weight, labels: 0.0, "logits", TypeError,
+     r"cannot be called \(logits, labels\).*missing .*'labels'"),
+    ("mine", lambda logits, labels: 0.0, "hidden", TypeError,
+     r"cannot be called \(hidden, weight, labels\).*too many"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "loss_fn", "takes", "kind", "message"), NOT_REGISTERED)
+def test_registering_needs_a_new_name_a_function_and_a_known_call(
+    name: str, loss_fn: Any, takes: Any, kind: Any, message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        register_loss(name, loss_fn, takes=takes)
     assert loss_names()[:3] == BUILT_IN
-    with pytest.raises(ValueError, match="name='cross_entropy' is taken; registered are cross_entropy, chunked"):
-        register_loss("cross_entropy", jnp.mean)
-    with pytest.raises(TypeError, match="loss_fn=3 must be a function of logits, labels"):
-        register_loss("three", 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="takes='both' is unknown; choose from 'logits', 'hidden'"):
-        register_loss("three", jnp.mean, takes="both")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "takes", "message"),
-    [
-        (lambda labels, logits: 0.0, "logits", r"takes labels, logits; with takes='logits' it is called \(logits, lab"),
-        (lambda weight, hidden, labels: 0.0, "hidden", r"takes weight, hidden, labels; with takes='hidden'"),
-        (lambda hidden, weight, labels: 0.0, "logits", r"cannot be called \(logits, labels\).*missing .*'labels'"),
-        (lambda logits, labels: 0.0, "hidden", r"cannot be called \(hidden, weight, labels\).*too many"),
-    ],
-)
-def test_a_loss_of_another_order_of_arguments_is_refused(loss_fn: Any, takes: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        register_loss("mine", loss_fn, takes=takes)
 
 
 @pytest.mark.parametrize("options", [{"bias": jnp.arange(11.0) / 3}, {"vocab_size": 5}, {"ignore_index": 5}, {}])

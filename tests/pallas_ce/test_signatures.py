@@ -18,11 +18,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def _shown(name: str) -> str:
     """The signature without types; arguments that are passed by name only in alphabetical order."""
     parameters = [p.replace(annotation=p.empty) for p in inspect.signature(FUNCTIONS[name]).parameters.values()]
-    by_name = sorted((p for p in parameters if p.kind is p.KEYWORD_ONLY), key=lambda p: p.name)
-    others = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    last = [p for p in others if p.kind is p.VAR_KEYWORD]
-    others = [p for p in others if p.kind is not p.VAR_KEYWORD]
-    return f"{name}{inspect.Signature([*others, *by_name, *last])}"
+    parameters.sort(key=lambda p: (p.kind, p.name if p.kind is p.KEYWORD_ONLY else ""))
+    return f"{name}{inspect.Signature(parameters)}"
 
 
 def test_no_argument_or_default_has_changed() -> None:
@@ -39,6 +36,19 @@ def test_every_argument_is_described(name: str) -> None:
     assert sorted(entry for entry, _ in entries) == sorted(names)
 
 
+# Not arrays: options by name, a configuration, a function.
+NO_ARRAYS = {"options", "config", "sampler"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_annotations_say_what_is_an_array_and_a_precision_comes_with_each_compute_dtype(name: str) -> None:
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    for parameter in parameters.values():
+        assert "Any" not in str(parameter.annotation) or parameter.name in NO_ARRAYS, parameter
+    for prefix in ("", "teacher_"):
+        assert (f"{prefix}dtype" in parameters) == (f"{prefix}precision" in parameters)
+
+
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_no_other_argument_is_taken(name: str) -> None:
     own = {n for n, p in inspect.signature(FUNCTIONS[name]).parameters.items() if p.kind is not p.VAR_POSITIONAL}
@@ -48,17 +58,11 @@ def test_no_other_argument_is_taken(name: str) -> None:
             FUNCTIONS[name](**{word: None})
 
 
-@pytest.mark.parametrize(
-    ("word", "ours"),
-    [
-        ("targets", "labels"),
-        ("softcap", "logit_softcap"),
-        ("lse_square_scale", "z_loss"),
-        ("ce_weight", "class_weights"),
-        ("mask", "token_weights"),
-        ("label_smothing", "label_smoothing"),
-    ],
-)
+OURS = {"targets": "labels", "softcap": "logit_softcap", "lse_square_scale": "z_loss", "ce_weight": "class_weights",
+        "mask": "token_weights", "label_smothing": "label_smoothing"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "ours"), OURS.items())
 def test_other_libraries_names_are_recognised(word: str, ours: str) -> None:
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{word}'; it is called '{ours}' here$"):
         FUNCTIONS["linear_cross_entropy"](**{word: None})
