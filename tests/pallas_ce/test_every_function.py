@@ -8,16 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_ce.cases import (
-    BY_ROW,
-    DISTILLATIONS,
-    HEADS,
-    LOSSES,
-    SERVED,
-    TEMPERED,
-    by_row,
-    floating,
-)
+from pallas_ce import LowRank
+from tests.pallas_ce.cases import DISTILLATIONS, HEADS, LOSSES, SERVED, TEMPERED, by_row, floating, total
 from tests.pallas_ce.checks import assert_close, relative_error
 from tests.pallas_ce.problems import make
 from tests.pallas_ce.streamed import counted_rows, no_stored_logits
@@ -192,6 +184,19 @@ def test_chosen_entries_are_constants(name: str) -> None:
     assert not any(np.any(g) for g in gradients)
 
 
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("name", ["linear_top_k", "linear_sample", "linear_sample of the 3 largest", "sampled_softmax"])
+def test_functions_that_choose_or_draw_entries_take_a_low_rank_term(name: str, vocab_axis: int) -> None:
+    """The drawn problems of the other functions have one, too."""
+    term = WEIGHT, make(1, N, 2, V).arrays["weight"], make(2, N, H, 2).arrays["weight"]
+    merged = WEIGHT + 0.7 * term[1] @ term[2]
+    weights = [LowRank(*term, 0.7), merged] if vocab_axis == 0 else [LowRank(*(x.T for x in term), 0.7), merged.T]
+    for implementation in SERVED[name]:
+        options = {"vocab_axis": vocab_axis} | ({} if implementation is None else {"implementation": implementation})
+        got, want = (HEADS[name](HIDDEN, weight, LABELS, **options) for weight in weights)
+        assert_close(got, want, 1e-5, floor=1e-5)
+
+
 @pytest.mark.nightly(keep=3)
 @every_function
 def test_a_batch_of_sequences_streams_a_shared_weight_once(name: str) -> None:
@@ -214,8 +219,9 @@ def test_a_batch_of_sequences_streams_a_shared_weight_once(name: str) -> None:
 @pytest.mark.nightly(keep=5)
 @every_function
 def test_no_logits_are_stored(name: str) -> None:
+    """Of results and gradients."""
     n, h, v = 8192, 64, 40_000
-    run = HEADS[name] if name in BY_ROW else jax.grad(HEADS[name], (0, 1))
+    run = jax.grad(lambda *given: total(HEADS[name](*given)), (0, 1))
     shapes = ((n, h), jnp.float32), ((v, h), jnp.float32), ((n,), jnp.int32)
     # The losses that make their gradients in the forward have the logits of a block of rows, 512 MiB by default.
     limit = 640 if name in ("linear_cross_entropy", "linear_loss") else 160

@@ -1,5 +1,6 @@
 """`linear_log_probs`: what it returns; and over a support, against a softmax of the kept logits in float64."""
 
+import copy
 import importlib.util
 import math
 from typing import Any
@@ -17,7 +18,6 @@ from pallas_ce import linear_log_probs
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, call, with_gradients
 from tests.pallas_ce.problems import Problem, problems
-from tests.pallas_ce.streamed import no_stored_logits
 
 H200 = AbstractDevice("NVIDIA H200", 132, platform="cuda")
 HIDDEN, WEIGHT = jnp.arange(12.0).reshape(4, 3) / 7, jnp.sin(jnp.arange(15.0)).reshape(5, 3)
@@ -45,33 +45,32 @@ def test_it_is_the_softmax_of_the_kept_logits(
 
     counts = (p.labels >= 0) & (p.labels < v)
     inside = np.any(np.arange(v) == support[..., None], axis=1) & counts[:, None]
-    label = (np.arange(v) == p.labels[:, None]) & inside
-    in_support = label.any(1)
-    z = np.where(inside, logits.z, -np.inf)
-    largest = np.where(inside.any(1), z.max(1, initial=-np.inf), 0.0)[:, None]
-    exponentials = np.exp(z - largest)
-    total = np.where(inside.any(1), exponentials.sum(1), 1.0)[:, None]
-    q, log_q = exponentials / total, np.where(inside, z - largest - np.log(total), 0.0)
-    entropy, squares = -(q * log_q).sum(1), (q * q).sum(1)
+    in_support = (inside & (np.arange(v) == p.labels[:, None])).any(1)
+    total = np.where(inside, logits.p, 0.0).sum(1)
+    log_total = np.log(np.where(total == 0, 1.0, total))[:, None]
+    among = copy.copy(logits)
+    among.lse, among.log_p = logits.lse + log_total[:, 0], np.where(inside, logits.log_p - log_total, 0.0)
+    among.p = np.where(inside, np.exp(among.log_p), 0.0)
+    values, slopes = oracle.statistics(among, p.labels)
+    names = ("log_prob", "entropy", "sum_sq_probs")
+    cotangents = {name: rng.normal(size=n).astype(np.float32) for name in names}
+    cotangents["log_prob"] *= in_support
 
-    upstream = rng.normal(size=(3, n))
-    upstream[0] *= in_support
-    slopes = label - q * in_support[:, None], -q * (log_q + entropy[:, None]), 2 * q * (q - squares[:, None])
-    gradients = logits.gradients(sum(g[:, None] * slope for g, slope in zip(upstream, slopes, strict=True)))
+    def of_support(found: Any) -> Any:
+        return jnp.where(found.in_support, found.log_probs, 0.0), found.entropy, found.sum_sq_probs
 
     def weighted(found: Any) -> Any:
-        log_probs = jnp.where(found.in_support, found.log_probs, 0.0)
-        values = log_probs, found.entropy, found.sum_sq_probs
-        return sum(jnp.sum(x * g) for x, g in zip(values, upstream.astype(np.float32), strict=True))
+        return sum(jnp.sum(x * g) for x, g in zip(of_support(found), cotangents.values(), strict=True))
 
     options = {"support": support, "temperature": temperature, "implementation": implementation}
     found, got = with_gradients(lambda x: call(asked, p, x, **options), p.arrays, weighted)
     np.testing.assert_array_equal(found.in_support, in_support)
     np.testing.assert_array_equal(found.log_probs[~in_support], np.where(counts, -np.inf, 0.0)[~in_support])
-    log_probs = np.where(in_support, found.log_probs, 0.0), (log_q * label).sum(1)
-    assert_close((log_probs[0], found.entropy, found.sum_sq_probs), (log_probs[1], entropy, squares), 1e-5, floor=5e-6)
-    np.testing.assert_array_equal(found.hit, in_support & (z.argmax(1) == p.labels))
-    assert_close(got, gradients, 1e-5, floor=1e-5)
+    values["log_prob"] *= in_support
+    assert_close(of_support(found), tuple(values[name] for name in names), 1e-5, floor=5e-6)
+    largest = np.where(inside, logits.z, -np.inf).argmax(1)
+    np.testing.assert_array_equal(found.hit, in_support & (largest == p.labels))
+    assert_close(got, logits.gradients(oracle.pull_back(slopes, cotangents)), 1e-5, floor=1e-5)
 
 
 def test_a_support_belongs_to_its_label_when_that_is_shifted() -> None:
@@ -104,21 +103,6 @@ def test_only_what_is_asked_for_is_returned() -> None:
     assert found.entropy is None
     assert found.sum_sq_probs is None
     np.testing.assert_array_equal(linear_log_probs(HIDDEN, WEIGHT, labels, ignore_index=1), plain.at[1].set(0.0))
-
-
-@pytest.mark.parametrize("support", [False, True])
-def test_no_array_of_rows_times_vocabulary(support: bool) -> None:
-    n, v, k = 512, 4096, 64
-
-    def total(hidden: Any, weight: Any, ids: Any) -> Any:
-        given = {"labels": ids[:, 0], "support": ids} if support else {"labels": ids}
-        found = linear_log_probs(hidden, weight, **given, return_entropy=True, scratch_bytes=2**20)
-        return jnp.sum(found.log_probs**2) + jnp.sum(found.entropy)
-
-    # The budget, hidden's float32 gradient, and a few numbers for each id: fewer than K.
-    limit = 2**20 + 4 * n * 64 + 48 * n * k
-    shapes = ((n, 64), jnp.bfloat16), ((v, 64), jnp.bfloat16), ((n, k), jnp.int32)
-    no_stored_logits(jax.grad(total, (0, 1)), n, v, limit, *shapes)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu", "triton"])
