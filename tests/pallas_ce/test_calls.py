@@ -1,5 +1,6 @@
 """Calls on 16-bit operands that are too large to be drawn, by the kernels, beside the reference in float32."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,6 @@ N, H, V = 144, 64, 1000
 KERNELS = ("mosaic_gpu", "triton")
 IMPLEMENTATIONS = ["xla", *(pytest.param(name, marks=pytest.mark.gpu) for name in KERNELS)]
 
-Loss = Callable[..., Any]
-
 
 def operands(n: int = N, h: int = H, v: int = V, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(seed), 4)
@@ -30,14 +29,8 @@ def operands(n: int = N, h: int = H, v: int = V, seed: int = 0) -> tuple[jax.Arr
     return hidden, weight, labels
 
 
-def implemented(implementation: str, backward: str, **options: Any) -> Loss:
-    def loss(*given: Any, **others: Any) -> Any:
-        chosen: Any = {"implementation": implementation, "backward": backward, **options, **others}
-        if implementation == "reference":
-            chosen["scratch_bytes"] = None
-        return linear_cross_entropy(*given, **chosen)
-
-    return loss
+def implemented(implementation: str, backward: str, **options: Any) -> Callable[..., Any]:
+    return functools.partial(linear_cross_entropy, implementation=implementation, backward=backward, **options)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -88,7 +81,7 @@ def test_a_low_rank_term_where_rows_are_skipped(implementation: str, ignored: fl
     up, down = (operands(n, h, v, seed)[1] for seed in (1, 2))
     arrays = hidden / 8, weight, up[:, :16], down[:16]
 
-    def results(loss: Loss, *arrays: jax.Array) -> Any:
+    def results(loss: Callable[..., Any], *arrays: jax.Array) -> Any:
         return jax.jit(jax.value_and_grad(lambda h, *w: loss(h, LowRank(*w, 0.125), labels), range(4)))(*arrays)
 
     got, gradients = results(implemented(implementation, backward, scratch_bytes=2**29), *arrays)

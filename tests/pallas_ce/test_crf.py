@@ -16,6 +16,8 @@ from pallas_ce import linear_chain_crf
 from tests.pallas_ce import plain
 from tests.pallas_ce.checks import assert_close
 
+with_gradients: Any = jax.jit(jax.value_and_grad(linear_chain_crf, (0, 2)))
+
 
 @hypothesis.given(data=st.data())
 def test_loss_and_gradients_match_the_forward_algorithm(data: Any) -> None:
@@ -43,12 +45,11 @@ def test_loss_and_gradients_match_the_forward_algorithm(data: Any) -> None:
 def test_forbidden_candidates_and_transitions_leave_finite_gradients() -> None:
     emissions = jnp.zeros((3, 2)).at[1, 0].set(-jnp.inf)
     transitions = jnp.array([[0.0, 0.0], [-jnp.inf, 0.0]])
-    run: Any = jax.value_and_grad(linear_chain_crf, (0, 2))
-    value, gradients = run(emissions, jnp.array([0, 1, 1]), transitions)
+    value, gradients = with_gradients(emissions, jnp.array([0, 1, 1]), transitions)
     # Left are 0-1-1 and 1-1-1.
     np.testing.assert_allclose(value, np.log(2), rtol=1e-6)
     assert all(np.all(np.isfinite(g)) for g in gradients)
-    value, gradients = run(emissions, jnp.array([0, 1, 0]), transitions)
+    value, gradients = with_gradients(emissions, jnp.array([0, 1, 0]), transitions)
     assert value == np.inf
     assert all(np.all(np.asarray(g) == 0) for g in gradients)
 
@@ -78,9 +79,6 @@ def _sure(apart: float, offset: float, right: bool) -> tuple[np.ndarray, np.ndar
     return np.float32(emissions + offset), tags, np.float32(transitions + offset / 10)
 
 
-with_gradients: Any = jax.jit(jax.value_and_grad(linear_chain_crf, (0, 2)))
-
-
 @pytest.mark.parametrize("offset", [0.0, 100.0, -1e4, 1e5])
 @pytest.mark.parametrize(("apart", "right"), [(50.0, True), (50.0, False), (10.0, True), (1.0, True)])
 def test_what_scores_have_in_common_costs_no_accuracy(apart: float, right: bool, offset: float) -> None:
@@ -99,12 +97,10 @@ def test_what_scores_have_in_common_costs_no_accuracy(apart: float, right: bool,
 @pytest.mark.parametrize("name", ["emission", "transition"])
 def test_a_nan_wins_over_tags_that_are_forbidden(name: str) -> None:
     emissions, transitions = jnp.zeros((3, 2)).at[0, 0].set(-jnp.inf), jnp.zeros((2, 2))
-    if name == "emission":
-        emissions = emissions.at[2, 1].set(jnp.nan)
-    else:
-        transitions = transitions.at[:, 1].set(jnp.nan)
-    run: Any = jax.value_and_grad(linear_chain_crf, (0, 2))
-    loss, gradients = run(emissions, jnp.array([0, 0, 0]), transitions)
+    spoilt = {"emission": (emissions.at[2, 1].set(jnp.nan), transitions)}
+    spoilt["transition"] = emissions, transitions.at[:, 1].set(jnp.nan)
+    emissions, transitions = spoilt[name]
+    loss, gradients = with_gradients(emissions, jnp.array([0, 0, 0]), transitions)
     assert np.isnan(loss)
     assert all(np.isnan(x).any() for x in gradients)
 

@@ -11,15 +11,12 @@ from pallas_ce import Explanation, explain
 
 N, H, V = 4096, 256, 16384
 MIB = 2**20
-
-
-def _shapes(dtype: Any = jnp.float32) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    return jax.ShapeDtypeStruct((N, H), dtype), jax.ShapeDtypeStruct((V, H), dtype)
+HIDDEN, WEIGHT = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((N, H), (V, H)))
 
 
 def _xla(**options: Any) -> Explanation:
     """The same on every machine, unless an option names another implementation."""
-    return explain(*_shapes(), **{"implementation": "xla", **options})
+    return explain(HIDDEN, WEIGHT, **{"implementation": "xla", **options})
 
 
 @pytest.mark.parametrize(
@@ -91,16 +88,14 @@ def test_a_smaller_scratch_budget_gives_smaller_blocks(backward: Any) -> None:
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 def test_both_layouts_and_padding_are_described(vocab_axis: int) -> None:
-    hidden, weight = _shapes()
-    shape = weight.shape if vocab_axis == 0 else weight.shape[::-1]
-    told = explain(hidden, jax.ShapeDtypeStruct(shape, weight.dtype), vocab_axis=vocab_axis, vocab_size=V - 100)
+    weight = jax.ShapeDtypeStruct((V, H) if vocab_axis == 0 else (H, V), jnp.float32)
+    told = explain(HIDDEN, weight, vocab_axis=vocab_axis, vocab_size=V - 100)
     assert told.logits_bytes == 4 * N * (V - 100)
     assert told.gradient_bytes == 4 * (N * H + V * H)
 
 
 def test_no_tokens_can_be_explained() -> None:
-    _, weight = _shapes()
-    assert explain(jax.ShapeDtypeStruct((0, H), jnp.float32), weight, implementation="xla").logits_bytes == 0
+    assert explain(jax.ShapeDtypeStruct((0, H), jnp.float32), WEIGHT, implementation="xla").logits_bytes == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"scratch_bytes": 8 * MIB}, {"backward": "recompute", "temperature": 2.0}])

@@ -72,17 +72,20 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
     key = jax.random.key(data.draw(st.integers(0, 99)))
     vocab_size = data.draw(st.sampled_from([v, (v + 1) // 2]))
     top_k = data.draw(st.sampled_from([None, min(5, vocab_size), vocab_size]))
-    temperature = data.draw(st.sampled_from([np.linspace(0, 3, n).astype(np.float32), 1.0, 0.5, 0.0]))
-    top_p = data.draw(st.sampled_from([None, 0.37, np.linspace(1e-3, 1, n).astype(np.float32), 0.9999]))
-    min_p = data.draw(st.sampled_from([None, 0.11, np.linspace(0, 1, n).astype(np.float32)]))
+    limits = {
+        "temperature": data.draw(st.sampled_from([np.linspace(0, 3, n).astype(np.float32), 1.0, 0.5, 0.0])),
+        "top_k": top_k,
+        "top_p": data.draw(st.sampled_from([None, 0.37, np.linspace(1e-3, 1, n).astype(np.float32), 0.9999])),
+        "min_p": data.draw(st.sampled_from([None, 0.11, np.linspace(0, 1, n).astype(np.float32)])),
+    }
     wide = data.draw(st.booleans())
     least = (1 + wide) * (80 if top_k is None else 16 * top_k + 4 * h * (1 + top_k))
-    if top_k is None and not (top_p is None and min_p is None):
+    if top_k is None and not (limits["top_p"] is None and limits["min_p"] is None):
         least += (1 + wide) * 32 * vocab_size  # whole rows
     head = {
         "vocab_size": vocab_size,
         "logit_softcap": data.draw(st.sampled_from([None, 2.0])),
-        "scale": data.draw(st.sampled_from([1.0, 0.5])),
+        "logit_scale": data.draw(st.sampled_from([1.0, 0.5])),
     }
     mask = data.draw(st.sampled_from([None, np.arange(n) % 3 != 1]))
     scratch, axis = data.draw(st.sampled_from([None, least, 4 * least])), data.draw(st.sampled_from([0, 1]))
@@ -91,15 +94,14 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
         given = {name: x.astype(dtype) for name, x in arrays.items()}
         weight = given["weight"] if axis == 0 else given["weight"].T
         found = linear_sample(
-            key, given["hidden"], weight, bias=given["bias"], temperature=temperature, row_mask=mask,
-            top_k=top_k, top_p=top_p, min_p=min_p,
-            vocab_axis=axis, vocab_size=vocab_size, logit_softcap=head["logit_softcap"], logit_scale=head["scale"],
-            scratch_bytes=scratch,
+            key, given["hidden"], weight, bias=given["bias"], row_mask=mask, vocab_axis=axis, scratch_bytes=scratch,
+            **head, **limits,
         )  # fmt: skip
         added = np.asarray(noise.gumbel(noise.row_keys(key, n), jnp.arange(vocab_size), dtype), np.float64)
         got = jax.tree.map(np.asarray, found)
     assert got.log_probs.dtype == dtype
-    z, distance = _kept(stored_logits(**oracle.to64(arrays), **head), temperature, top_k, top_p, min_p)
+    temperature, z = limits["temperature"], stored_logits(**oracle.to64(arrays), scale=head["logit_scale"], **head)
+    z, distance = _kept(z, **limits)
     ids, log_p, lead = _drawn(z, added, temperature)
     counts, unit = np.ones(n, bool) if mask is None else mask, np.finfo(dtype).eps
     clear = ~counts | ((lead > 64 * unit) & (distance > 64 * unit))
@@ -111,22 +113,8 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
     assert np.all(np.abs(off)[clear] <= 4 * unit * np.broadcast_to(size, n)[clear])
 
 
-@pytest.mark.parametrize(
-    ("temperature", "limits"), [(1.0, {}), (0.5, {"min_p": 0.2}), (3.0, {"top_k": 9, "top_p": 0.8})]
-)
-def test_samples_pass_a_chi_square_test(temperature: float, limits: dict[str, Any]) -> None:
-    rows, v = 20_000, 37
-    row, weight = jax.random.normal(jax.random.key(0), (1, 8)), 0.5 * jax.random.normal(jax.random.key(1), (v, 8))
-    found = linear_sample(KEY, jnp.tile(row, (rows, 1)), weight, temperature=temperature, **limits)
-    z = stored_logits(np.asarray(row, np.float64), np.asarray(weight, np.float64))
-    z, _ = _kept(z, temperature, *(limits.get(name) for name in ("top_k", "top_p", "min_p")))
-    log_p = log_softmax(z / temperature)[0]
-    assert _p_value(np.bincount(found.ids, minlength=v), rows * np.exp(log_p)) > 1e-3
-    np.testing.assert_allclose(found.log_probs, log_p[np.asarray(found.ids)], rtol=1e-5, atol=1e-6)
-
-
 def test_rows_and_keys_are_independent() -> None:
-    """Two rows under many keys: each pair of ids as often as the product of their probabilities."""
+    """Two rows under many keys: each pair of ids as often as the product of their probabilities, so each id as well."""
     hidden, weight = jnp.array([[0.0, 1.0], [1.0, 0.5]]), jnp.array([[0.0, 0.0], [1.0, 0.3], [-0.5, 0.2]])
     keys = jax.random.split(KEY, 10_000)
     ids = np.asarray(jax.vmap(lambda key: linear_sample(key, hidden, weight).ids)(keys))
@@ -144,12 +132,7 @@ def test_the_largest_of_a_million_noises_are_all_different() -> None:
     assert 2e-8 < -np.expm1(-np.exp(-np.float64(largest[-1]))) < 2e-5
 
 
-def test_columns_without_probability_are_never_drawn() -> None:
-    bias = jnp.full(40, -jnp.inf).at[jnp.array([3, 39])].set(0.0)
-    found = linear_sample(KEY, jnp.ones((500, 2)), jnp.zeros((40, 2)), bias=bias, temperature=5.0, scratch_bytes=2000)
-    assert set(np.asarray(found.ids).tolist()) == {3, 39}
-    padded = linear_sample(KEY, jnp.ones((500, 2)), jnp.ones((40, 2)), vocab_size=7)
-    assert set(np.asarray(padded.ids).tolist()) == set(range(7))
+def test_a_row_without_probability_has_the_first_column_and_no_log_probability() -> None:
     nothing = linear_sample(KEY, jnp.ones((2, 2)), jnp.ones((40, 2)), bias=jnp.full(40, -jnp.inf), temperature=0.0)
     assert np.all(np.asarray(nothing.ids) == 0)
     assert np.all(np.isneginf(nothing.log_probs))
@@ -183,18 +166,11 @@ def _ids(probabilities: list[float], **limits: Any) -> set[int]:
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_the_column_that_reaches_p_is_kept_and_the_next_is_not(top_k: int | None) -> None:
     p = [0.125, 0.5, 0.25, 0.125]
-    for top_p, ids in (
-        (1e-6, {1}),
-        (0.5, {1}),
-        (0.51, {1, 2}),
-        (0.75, {1, 2}),
-        (0.76, {0, 1, 2}),
-        (0.9, {0, 1, 2, 3}),
-        (1, {0, 1, 2, 3}),
-    ):
-        assert _ids(p, top_p=top_p, top_k=top_k) == ids, top_p
-    for min_p, ids in ((0, {0, 1, 2, 3}), (0.24, {0, 1, 2, 3}), (0.26, {1, 2}), (0.51, {1}), (1, {1})):
-        assert _ids(p, min_p=min_p, top_k=top_k) == ids, min_p
+    two, three, everything = {1, 2}, {0, 1, 2}, {0, 1, 2, 3}
+    of_top_p = {1e-6: {1}, 0.5: {1}, 0.51: two, 0.75: two, 0.76: three, 0.9: everything, 1: everything}
+    of_min_p = {0: everything, 0.24: everything, 0.26: two, 0.51: {1}, 1: {1}}
+    assert {top_p: _ids(p, top_p=top_p, top_k=top_k) for top_p in of_top_p} == of_top_p
+    assert {min_p: _ids(p, min_p=min_p, top_k=top_k) for min_p in of_min_p} == of_min_p
 
 
 def test_limits_store_the_logits_of_a_few_rows() -> None:

@@ -21,26 +21,16 @@ def _focal(statistics: Any, power: Any) -> Any:
 
 
 def _loss(x: Any, labels: Any, by_row: Any, **options: Any) -> Any:
-    return linear_cross_entropy(
-        x["hidden"], x["weight"], labels, token_weights=x.get("weights"), label_smoothing=0.1, z_loss=1e-2, **options
-    )
+    return linear_cross_entropy(**x, labels=labels, label_smoothing=0.1, z_loss=1e-2, **options)
 
 
 def _row_loss(x: Any, labels: Any, by_row: Any, **options: Any) -> Any:
-    return linear_loss(
-        _focal,
-        x["hidden"],
-        x["weight"],
-        labels,
-        by_row,
-        token_weights=x.get("weights"),
-        temperature=1 + by_row,
-        **options,
-    )
+    head = {**x, **options, "temperature": 1 + by_row}
+    return linear_loss(_focal, head.pop("hidden"), head.pop("weight"), labels, by_row, **head)
 
 
 def _log_probs(x: Any, labels: Any, by_row: Any, *, reduction: str, **options: Any) -> Any:
-    found = linear_log_probs(x["hidden"], x["weight"], labels, temperature=1 + by_row, return_entropy=True, **options)
+    found = linear_log_probs(**x, labels=labels, temperature=1 + by_row, return_entropy=True, **options)
     if reduction == "none":
         several = tuple(range(found.entropy.ndim, found.log_probs.ndim))
         return jnp.sum(found.log_probs, axis=several) + found.entropy
@@ -64,7 +54,7 @@ def test_it_is_the_loss_of_slices(name: str, data: Any) -> None:
     labels = rng.integers(0, V + 4, (*leading, *([2] if several else []))).astype(dtype)  # some lie outside
     arrays = {"hidden": rng.normal(size=(*leading, H)), "weight": rng.normal(size=(V, H))}
     if name != "log_probs" and draw(st.booleans()):
-        arrays["weights"] = rng.uniform(size=leading)
+        arrays["token_weights"] = rng.uniform(size=leading)
     arrays = {key: np.float32(x) for key, x in arrays.items()}
     by_row = np.float32(rng.uniform(size=leading))
     options = {
@@ -73,15 +63,11 @@ def test_it_is_the_loss_of_slices(name: str, data: Any) -> None:
         "implementation": draw(st.sampled_from(["reference", "xla"])),
     }
     along = len(leading) - 1
-
-    def cut(x: Any, first: int, last: int) -> Any:
-        return x[(*[slice(None)] * along, slice(first, last))]
+    first, last = ((*[slice(None)] * along, part) for part in (slice(0, kept), slice(length - kept, length)))
 
     def sliced(x: Any) -> Any:
-        parts = {"hidden": cut(x["hidden"], 0, kept), "weight": x["weight"]}
-        if "weights" in x:
-            parts["weights"] = cut(x["weights"], length - kept, length)
-        values = function(parts, cut(labels, length - kept, length), cut(by_row, 0, kept), **options)
+        places = {"hidden": first, "weight": ..., "token_weights": last}
+        values = function({name: y[places[name]] for name, y in x.items()}, labels[last], by_row[first], **options)
         return jnp.pad(values, [(0, 0)] * along + [(0, length - kept)]) if values.ndim else values
 
     def by_shift(x: Any) -> Any:
