@@ -36,8 +36,6 @@ IMPLEMENTATIONS = {"cuda": ("mosaic_gpu", "triton", "xla"), "cpu": ("xla",)}
 # Of each dtype, how far gradients may be off in the Frobenius norm. An H200's, rounded to 16 bits as their dlogits
 # were, are up to 0.44 of the dtype's epsilon off.
 DTYPES = {"bfloat16": 0.6 * 2**-7, "float16": 0.6 * 2**-10, "float32": 1e-5}
-_MODES = ("recompute", "in_forward")
-_RUNS = 3
 _PACKAGES = re.compile(r"pallas-ce|jax|jaxlib|jax-cuda.*|triton|numpy")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -115,7 +113,7 @@ def _checks(
         wide = {name: x if name == "labels" else x.astype(np.float64) for name, x in arrays.items()}
         exact = _run(case, wide, implementation="reference")
     checks = []
-    for implementation, mode in itertools.product(implementations, _MODES):
+    for implementation, mode in itertools.product(implementations, ("recompute", "in_forward")):
         told = {"implementation": implementation, "dtype": dtype, "case": call[1], "backward": mode}
         try:
             with jax.default_device(device):
@@ -155,7 +153,7 @@ def _run(case: Case, arrays: dict[str, Any], **options: Any) -> Any:
         return linear_loss(_negative_log_likelihood, *head, labels, **given)
 
     run = jax.jit(jax.value_and_grad(loss)).lower(differentiable).compile(_UNTUNED)
-    results = [jax.tree.map(np.asarray, run(differentiable)) for _ in range(_RUNS)]
+    results = [jax.tree.map(np.asarray, run(differentiable)) for _ in range(3)]
     if len({b"".join(x.tobytes() for x in jax.tree.leaves(result)) for result in results}) > 1:
         raise RuntimeError("two runs of the same program gave different bits")
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(results)):

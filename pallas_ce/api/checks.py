@@ -1,5 +1,6 @@
 """Checks of the public functions' arguments. Each error names the argument, its value and what would work."""
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any, get_args
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.backends.protocol import Backward
-from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.row import STATISTICS, needs_labels
@@ -85,11 +85,6 @@ def integer(name: str, value: Any, words: str, least: int, most: float = float("
 def count(name: str, value: Any, most: int, in_words: str) -> int:
     """`value` as an int between 1 and `most`, which is `in_words`."""
     return integer(name, value, f"an int between 1 and {in_words}", 1, most)
-
-
-def chunk(name: str, value: Any) -> int:
-    """A number of rows; 0 stands for the default."""
-    return integer(name, value, "a positive int, or 0 for 4096", 0) or 4096
 
 
 def choice(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -171,15 +166,12 @@ def _real[T: Any](name: str, values: T) -> T:
     return values
 
 
-def row_mask(value: Any | None, leading: tuple[int, ...]) -> jax.Array | None:
-    """`value` as booleans, one for each token; None stays None.
-
-    Only booleans: an integer or floating array is as likely to hold weights or labels as a mask.
-    """
-    mask = shaped("row_mask", value, leading)
-    if mask is not None and mask.dtype != jnp.bool:
-        raise TypeError(f"row_mask has dtype {mask.dtype}; it must be bool: pass row_mask != 0")
-    return mask
+def mask(name: str, value: Any | None, shape: tuple[int, ...], of: str = "hidden's leading shape") -> jax.Array | None:
+    """`shaped`, of booleans only: an integer or floating array is as likely to hold weights or labels as a mask."""
+    given = shaped(name, value, shape, of)
+    if given is not None and given.dtype != jnp.bool:
+        raise TypeError(f"{name} has dtype {given.dtype}; it must be bool: pass {name} != 0")
+    return given
 
 
 def floating(name: str, values: Any) -> Any:
@@ -240,10 +232,13 @@ def check_reduction(reduction: str, normalizer: Any, backward: str = "auto") -> 
         raise ValueError(f"normalizer is given with reduction={reduction!r}; only reduction='mean' divides by it")
 
 
-def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max) -> Any:
+def scalar(
+    name: str, value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max, words: str = ""
+) -> Any:
     """A scalar that may be an array or traced; a plain number, whose range is checked, as a float.
 
-    JAX would take an int for one of 32 bits. The range of an array is not checked: that would cost a transfer.
+    JAX would take an int for one of 32 bits. The range of an array is not checked: that would cost a transfer. `words`
+    say what a number must be, by default from its range.
     """
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
@@ -251,7 +246,7 @@ def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float 
         if not low <= (value if isinstance(value, int) else float(value)) <= high:  # no float holds every int
             least = "" if low == -sys.float_info.max else f", at least {low:g}"
             bounds = f"between {low:g} and {high:g}" if high < sys.float_info.max else f"a finite number{least}"
-            raise ValueError(f"{name}={shown(value)} must be {bounds}")
+            raise ValueError(f"{name}={shown(value)} must be {words or bounds}")
         return float(value)
     if value is None:
         raise TypeError(f"{name} is None; it must be a number or a scalar array")
@@ -265,23 +260,20 @@ def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float 
 
 def above_zero(name: str, value: Any) -> Any:
     """`scalar`, and a plain number must be above 0."""
-    number = scalar(name, value)
-    if is_plain(number) and not number > 0:
-        raise ValueError(f"{name}={value!r} must be above 0")
-    return number
+    return scalar(name, value, math.ulp(0.0), words="above 0, and finite")
+
+
+def static(name: str, value: Any, low: float, high: float, words: str) -> float:
+    """A number from `low` to `high`, whose value is known when it is traced."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be a Python number, not a traced value: it shapes the compiled program")
+    return scalar(name, float(scalar(name, value, low, high, words)), low, high, words)
 
 
 def beta(value: Any) -> float:
-    """β of the Jensen-Shannon divergence, as a float strictly between 0 and 1."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError("beta must be a Python number, not a traced value: it shapes the compiled program")
-    number = float(scalar("beta", value))
-    if not 0.0 < number < 1.0:
-        raise ValueError(
-            f"beta={value!r} must lie strictly between 0 and 1; for the ends choose divergence='forward_kl' (0) or "
-            "'reverse_kl' (1)"
-        )
-    return number
+    """β of the Jensen-Shannon divergence."""
+    words = "strictly between 0 and 1; for the ends choose divergence='forward_kl' (0) or 'reverse_kl' (1)"
+    return static("beta", value, math.ulp(0.0), math.nextafter(1.0, 0.0), words)
 
 
 def normalizer(value: Any | None) -> Any | None:
@@ -316,14 +308,6 @@ def sequence_of_names(argument: str, names: Any) -> tuple[str, ...]:
         example = names if isinstance(names, str) else "…"
         raise TypeError(f"{argument}={names!r} must be a sequence of names, such as ({example!r},)")
     return tuple(dict.fromkeys(names))
-
-
-def mesh_axes(value: Any | None) -> MeshAxes | None:
-    """A `MeshAxes`, or None."""
-    if value is not None and not isinstance(value, MeshAxes):
-        example = value if isinstance(value, str) else "tensor"
-        raise TypeError(f"mesh_axes={value!r} must be a MeshAxes, such as MeshAxes(vocabulary={example!r}), or None")
-    return value
 
 
 def check_statistics(names: Any, labels: Any | None) -> tuple[str, ...]:

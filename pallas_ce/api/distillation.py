@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.head_options import DistillationOptions, TeacherOptions, computed_by
+from pallas_ce.api.head_options import DistillationOptions, computed_by
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
 from pallas_ce.backends import reference
@@ -22,9 +22,6 @@ from pallas_ce.statistics.divergences import Divergence, Name, PairPartial, fina
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.gradient_products import PerInput
 from pallas_ce.streaming.rows import flat_rows
-
-# What `compute` and `keep` take: the student and the teacher are the problems.
-Checked = tuple[two_heads.Pair, Problem, Problem]
 
 
 @program(static=1, by_row=lambda pair, student, *_: student.options.by_row)
@@ -71,7 +68,7 @@ def linear_distillation(
     teacher_vocab_axis: int | None = None,
     implementation: Literal["triton", "xla", "reference"] | None = None,
     **options: Unpack[DistillationOptions],
-) -> Checked:
+) -> tuple[two_heads.Pair, Problem, Problem]:
     r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
 
     With `p = softmax(student's logits / T)`, `q = softmax(teacher's logits / T)` for each row:
@@ -102,7 +99,6 @@ def linear_distillation(
             reverse divergence. A Python number.
         temperature: T > 0 for both heads, a scalar or `[...]`. Multiply the loss by T² for gradients whose size does
             not depend on it.
-        row_mask: `[...]` bool; rows where it is False do not count: no loss, gradients of exactly 0, no work.
         ignore_index: rows with this label do not count, nor do those with a label outside the vocabulary.
         reduction: "mean", "sum", or "none" for `w_i·divergence_i` `[...]`.
         normalizer: scalar for the mean; by default Σ w over the rows that count.
@@ -145,7 +141,7 @@ def linear_distillation(
         Language Models" (Agarwal et al.), section 2: the generalised Jensen-Shannon divergence.
     """
     named: dict[str, Any] = {"ignore_index": ignore_index, "implementation": implementation, **options}
-    of_teacher = {name: named.pop(name) for name in TeacherOptions.__annotations__ if name in named}
+    of_teacher = {name: named.pop(name) for name in options if name.startswith("teacher_")}
     temperature = named.pop("temperature", 1.0)
     student = Problem.read(hidden, weight, labels, **named).tempered(temperature)
     try:

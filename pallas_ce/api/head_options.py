@@ -87,9 +87,10 @@ class RowOptions(TypedDict, total=False):
     """What differs from row to row.
 
     Attributes:
-        row_mask: `[...]` bool; rows where it is False do not count.
-        temperature: T > 0, which the capped logits are divided by: a number, `[]` or `[...]`. A constant: it gets no
-            gradient.
+        row_mask: `[...]` bool; rows where it is False do not count: they hold 0, have gradients of exactly 0, and their
+            work is skipped.
+        temperature: T > 0, which the capped logits are divided by: a number, `[]` or one `[...]` for each row. A
+            constant: it gets no gradient. A number is folded into cap and scale and costs nothing.
     """
 
     row_mask: ArrayLike | None
@@ -147,7 +148,7 @@ class StatisticsOptions(StreamedOptions, RowOptions, total=False):
     """The statistics of a streamed head.
 
     Attributes:
-        logit_weights: `[V]`, u of `mean_logit`.
+        logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant: it gets no gradient.
     """
 
     logit_weights: ArrayLike | None
@@ -172,8 +173,8 @@ class CrossEntropyOptions(LossOptions, CrossEntropyTerms, total=False):
     """The cross entropy of a streamed head."""
 
 
-class TeacherOptions(TypedDict, total=False):
-    """The head that another one is held against.
+class DistillationOptions(HeadOptions, RowOptions, ReductionOptions, total=False):
+    """A divergence of a head from a teacher's, reduced.
 
     Attributes:
         teacher_bias: the teacher's `[V'']`.
@@ -181,6 +182,7 @@ class TeacherOptions(TypedDict, total=False):
         teacher_logit_scale: their scale.
         teacher_dtype: compute dtype of the teacher's products; by default its inputs' common one.
         teacher_precision: how float32 operands of the teacher's products are multiplied.
+        mesh_axes: inside a `shard_map`, how both heads and their rows are split over its axes; see `MeshAxes`.
     """
 
     teacher_bias: ArrayLike | None
@@ -188,15 +190,6 @@ class TeacherOptions(TypedDict, total=False):
     teacher_logit_scale: ArrayLike
     teacher_dtype: DTypeLike | None
     teacher_precision: PrecisionLike | None
-
-
-class DistillationOptions(TeacherOptions, HeadOptions, RowOptions, ReductionOptions, total=False):
-    """A divergence of two heads, reduced.
-
-    Attributes:
-        mesh_axes: inside a `shard_map`, how both heads and their rows are split over its axes; see `MeshAxes`.
-    """
-
     mesh_axes: MeshAxes | None
 
 

@@ -179,8 +179,11 @@ class LossAndGradients(NamedTuple):
 def _add(
     problem: Problem, weight_sum: jax.Array, bias_sum: jax.Array | None, loss_scale: jax.Array
 ) -> LossAndGradients:
-    given = evaluate.first_order_only((problem, weight_sum, bias_sum, loss_scale), _INSTEAD)
-    problem, weight_sum, bias_sum, loss_scale = given
+    problem, weight_sum, bias_sum, loss_scale = evaluate.first_order_only(
+        (problem, weight_sum, bias_sum, loss_scale),
+        "linear_cross_entropy_and_gradients returns gradients already: differentiate linear_cross_entropy, or pull the "
+        "gradient of hidden back through the model by jax.vjp.",
+    )
     if bias_sum is not None:  # so that its gradient is not rounded before it is added
         problem = dataclasses.replace(problem, bias=present(problem.bias).astype(problem.spec.accumulator))
     static, operands = operands_of(problem)
@@ -189,12 +192,6 @@ def _add(
     loss, found = evaluate.loss_and_gradients(static, operands, needs_grad)
     with_bias = None if bias_sum is None else added(bias_sum, present(found.bias))
     return LossAndGradients(loss, present(found.hidden), present(found.weight), with_bias)
-
-
-_INSTEAD = (
-    "linear_cross_entropy_and_gradients returns gradients already: differentiate linear_cross_entropy, or pull the "
-    "gradient of hidden back through the model by jax.vjp."
-)
 
 
 @computed_by(_add)

@@ -11,11 +11,10 @@ from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.head_options import StoredOptions, computed_by
 from pallas_ce.api.problem import Options, Problem
 from pallas_ce.backends.protocol import Implementation
-from pallas_ce.head import NO_WEIGHT, HeadSpec
+from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
 from pallas_ce.parallel.entry import program
-from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import safe_inverse
 from pallas_ce.statistics.logits import present
 
@@ -101,7 +100,8 @@ def chunked_cross_entropy(
         >>> print(chunked_cross_entropy(jnp.zeros((6, 4)), jnp.arange(6) % 4, chunk_size=4))
         1.3862944
     """
-    return (_read(logits, labels, chunk=arguments.chunk("chunk_size", chunk_size), **options),)
+    chunk = arguments.integer("chunk_size", chunk_size, "a positive int, or 0 for 4096", 0) or 4096
+    return (_read(logits, labels, chunk=chunk, **options),)
 
 
 def mean_squared_lse(
@@ -185,9 +185,7 @@ def selective_log_softmax(
     References:
         The function of that name in TRL, and "Reducing VRAM Footprint in PPO and GRPO Using Selective Log-Softmax".
     """
-    logits = arguments.array("logits", logits)
-    spec = specs.logits_spec(logits, None, None)
-    index = arguments.ids("index", index)
+    logits, index = arguments.array("logits", logits), arguments.ids("index", index)
     arguments.integers("index has", index)
     leading = logits.shape[:-1]
     if index.shape[: len(leading)] != leading or index.ndim > logits.ndim:
@@ -195,9 +193,9 @@ def selective_log_softmax(
             f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
             "entries"
         )
-    problem = _problem(spec, logits, label_rule.as_array(index), None, implementation=implementation)
     if index.size == 0:
-        return jnp.zeros(index.shape, spec.accumulator)
+        return jnp.zeros(index.shape, specs.logits_spec(logits, None, None).accumulator)
+    problem = _read(logits, index, ignore_index=None, several=True, implementation=implementation)
     return row_statistics.compute_log_probs(("log_prob",), problem)
 
 
@@ -209,30 +207,19 @@ def _read(
     logit_softcap: float | None = None,
     vocab_size: int | None = None,
     validate_labels: bool = False,
-    **options: Any,
-) -> Problem:
-    logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
-    spec = specs.logits_spec(logits, vocab_size, logit_softcap)
-    labels = arguments.labels(labels, logits.shape[:-1], spec.vocab_size, ignore_index, validate_labels, "logits'")
-    return _problem(spec, logits, labels, ignore_index, **options)
-
-
-def _problem(
-    spec: HeadSpec,
-    logits: jax.Array,
-    labels: jax.Array,
-    ignore_index: int | None,
-    *,
+    several: bool = False,
     implementation: Implementation | None = None,
     chunk: int | None = None,
     **of_loss: Any,
 ) -> Problem:
     """The logits as hidden states of a head of `NO_WEIGHT`; `chunk` is the most rows of a block."""
+    logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
+    spec, leading, of = specs.logits_spec(logits, vocab_size, logit_softcap), logits.shape[:-1], "logits'"
     problem = Problem(
         hidden=logits,
         weight=NO_WEIGHT,
-        labels=labels,
-        options=Options(**of_loss).checked(logits.shape[:-1], spec.vocab_size, "logits'"),
+        labels=arguments.labels(labels, leading, spec.vocab_size, ignore_index, validate_labels, of, several),
+        options=Options(**of_loss).checked(leading, spec.vocab_size, of),
         spec=spec,
         ignore_index=ignore_index,
         implementation=implementation,

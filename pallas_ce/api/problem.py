@@ -125,10 +125,12 @@ class Problem:
                 arguments.known_sizes(name, x, "implementation='reference' for symbolic rows; it stores the logits")
         by_column: dict[str, Any] = {"bias": bias, "vocab_scale": vocab_scale}
         by_column = {name: arguments.array(name, x) for name, x in by_column.items() if x is not None}
-        mesh_axes = arguments.mesh_axes(mesh_axes)
+        if mesh_axes is not None and not isinstance(mesh_axes, MeshAxes):
+            axis = mesh_axes if isinstance(mesh_axes, str) else "tensor"
+            example = f"MeshAxes(vocabulary={axis!r})"
+            raise TypeError(f"mesh_axes={mesh_axes!r} must be a MeshAxes, such as {example}, or None")
         parts = (1, 1) if mesh_axes is None else mesh_axes.parts
         spec = specs.head_spec(hidden, given, by_column, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
-        spec = dataclasses.replace(spec, scaled_entries=vocab_scale is not None)
         leading = hidden.shape[:-1]
         logit_scale = arguments.scalar("logit_scale", logit_scale)
         logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
@@ -159,7 +161,7 @@ class Problem:
             logit_weights=arguments.shaped("logit_weights", logit_weights, (spec.vocab_size,), "vocab_size's shape"),
             temperature=temperature,
             labels=labels,
-            row_mask=arguments.row_mask(row_mask, leading),
+            row_mask=arguments.mask("row_mask", row_mask, leading),
             options=Options(**of_loss).checked(leading, spec.vocab_size),
             spec=spec,
             ignore_index=ignore_index,

@@ -57,10 +57,6 @@ def linear_row_statistics(
             outside `[0, vocab_size)` has `target_logit` 0, and `log_prob` `-lse`; mask its row, or take
             `linear_log_probs`, where it is 0. `[..., K]`: K targets for each row.
         statistics: names of the statistics to return, out of `RowStatistics`' fields. Others cost nothing.
-        row_mask: `[...]` bool; rows where it is False hold 0, have gradients of exactly 0, and their work is skipped.
-        logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant: it gets no gradient.
-        temperature: positive; a number, an array `[]` or one `[...]` of a temperature for each row. Divides the capped
-            logits; a constant, it gets no gradient. A number is folded into cap and scale and costs nothing.
 
     Returns:
         RowStatistics: fields `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for; with K

@@ -1,7 +1,6 @@
 """How a head, its weight and its products' precision are read: into the static facts that all below works with."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,8 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 _SUPPORTED = "supported are bfloat16, float16, float32 and float64"
 
 # Within these a soft cap over the least and most temperature stays in float32's range; see `checks.temperature`.
-_LEAST_CAP, _MOST_CAP = 1e-8, 1e33
+_CAPS = [1e-8, 1e33]
+_CAP = f"a finite number above 0, or None for no cap; it lies outside {_CAPS}, where caps over temperatures fit float32"
 
 # What a call takes as a precision. Signatures print the alias's name.
 type PrecisionLike = str | Precision | DotAlgorithmPreset
@@ -147,7 +147,8 @@ def head_spec(
         )
     chosen = _compute_dtype(hidden, weight, dtype)
     how, rank = _resolve(precision, chosen), 0 if given.up is None else _rank(given, held, width, vocab_axis)
-    return HeadSpec(width, rows, vocab_size, int(vocab_axis), chosen, _cap(logit_softcap), precision=how, rank=rank)
+    sizes, scaled = (width, rows, vocab_size), "vocab_scale" in by_column
+    return HeadSpec(*sizes, int(vocab_axis), chosen, _cap(logit_softcap), None, how, rank, scaled)
 
 
 def _rank(given: LowRank, entries: int, width: int, vocab_axis: int) -> int:
@@ -194,22 +195,7 @@ def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:
 
 
 def _cap(logit_softcap: float | None) -> float | None:
-    if logit_softcap is None:
-        return None
-    if isinstance(logit_softcap, jax.core.Tracer):
-        raise TypeError("logit_softcap must be a Python number, not a traced value: it shapes the compiled kernel")
-    try:
-        cap = float(logit_softcap)
-    except OverflowError:
-        cap = math.inf
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"logit_softcap={logit_softcap!r} must be a number above 0, or None for no cap") from error
-    if not _LEAST_CAP <= cap <= _MOST_CAP:
-        words = f"must be a finite number above 0, or None for no cap; it lies outside [{_LEAST_CAP:g}, {_MOST_CAP:g}]"
-        raise ValueError(
-            f"logit_softcap={checks.shown(logit_softcap)} {words}, where caps over temperatures fit float32"
-        )
-    return cap
+    return None if logit_softcap is None else checks.static("logit_softcap", logit_softcap, *_CAPS, _CAP)
 
 
 def _read_precision(precision: PrecisionLike) -> Precision | DotAlgorithmPreset:

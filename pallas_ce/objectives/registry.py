@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 from pallas_ce.api.linear_loss import linear_loss
 from pallas_ce.api.materialized import chunked_cross_entropy, cross_entropy, mean_squared_lse
-from pallas_ce.statistics.row import RowStatistics
 
 LossFn = Callable[..., jax.Array]
 Takes = Literal["logits", "hidden"]
@@ -62,7 +60,7 @@ class LossConfig:
             value, kind = getattr(self, field.name), type(field.default)
             if not isinstance(value, kinds[kind]) or isinstance(value, bool):
                 raise TypeError(f"{field.name}={arguments.shown(value)} must be of type {kind.__name__}")
-        arguments.chunk("ce_chunk_size", self.ce_chunk_size)
+        arguments.integer("ce_chunk_size", self.ce_chunk_size, "a positive int, or 0 for 4096", 0)
         arguments.scalar("z_loss_weight", self.z_loss_weight, 0.0)
         arguments.scalar("label_smoothing", self.label_smoothing, 0.0, 1.0)
         arguments.scalar("logit_softcap", self.logit_softcap, 0.0)
@@ -214,7 +212,7 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
 
 def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
     """The loss with `z_weight·mean(lse²)` added, the mean over the labels that count."""
-    z_term = mean_squared_lse if takes == "logits" else functools.partial(linear_loss, _squared_lse)
+    z_term = mean_squared_lse if takes == "logits" else functools.partial(linear_loss, lambda row: row.lse**2)
     known = inspect.signature(z_term).parameters
 
     @functools.wraps(loss_fn)
@@ -230,8 +228,3 @@ def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
         return loss_fn(*arrays, **options) + z_weight * z_term(*arrays, **of_z)
 
     return with_z_loss
-
-
-def _squared_lse(row: RowStatistics) -> jax.Array:
-    assert row.lse is not None
-    return jnp.square(row.lse)

@@ -38,12 +38,8 @@ def constants(name: str, value: Any, *shapes: tuple[int, ...], mask: jax.Array |
 
 def token_mask(mask: Any | None, shape: tuple[int, ...]) -> jax.Array:
     """A checked mask of that shape; all True where None."""
-    values = jnp.ones(shape, bool) if mask is None else arguments.array("mask", mask)
-    if values.dtype != jnp.bool:
-        raise TypeError(f"mask has dtype {values.dtype}; it must be bool: pass mask != 0")
-    if values.shape != shape:
-        raise ValueError(f"mask has shape {values.shape}; it must be {shape}")
-    return values
+    given = arguments.mask("mask", mask, shape, "the shape")
+    return jnp.ones(shape, bool) if given is None else given
 
 
 def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
