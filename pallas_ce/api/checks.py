@@ -110,9 +110,7 @@ def labels(
     """Integers (not bool), one for each token, or `several`; with `validate`, their values are checked too."""
     labels = ids("labels", value)
     one_hot = labels.shape == (*leading, vocab_size)
-    integers(
-        "labels have", labels, "they must be integers" + one_hot * "; of class probabilities take labels.argmax(-1)"
-    )
+    integers("labels", labels, one_hot * "; of class probabilities take labels.argmax(-1)")
     many = several and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0
     if labels.shape[: -1 if many else None] != leading:
         either = ", or that with K >= 1 labels for each row behind it," if several else ""
@@ -123,10 +121,14 @@ def labels(
     return label_rule.as_array(labels)
 
 
-def integers(has: str, values: Any, needed: str = "it must be an integer one") -> None:
-    """Refuses another dtype than an integer one; `has` begins the sentence, as in "index has"."""
+def integers(name: str, value: Any, hint: str = "") -> np.ndarray | jax.Array:
+    """`ids` of an integer dtype; the `hint` goes behind the error."""
+    values = ids(name, value)
     if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(f"{has} dtype {values.dtype}; {needed}")
+        raise TypeError(
+            f"{name} {'have' if name[-1] == 's' else 'has'} dtype {values.dtype}; integers are needed{hint}"
+        )
+    return values
 
 
 def shift(value: Any, labels: Any | None, leading: tuple[int, ...]) -> int:
@@ -174,8 +176,9 @@ def mask(name: str, value: Any | None, shape: tuple[int, ...], of: str = "hidden
     return given
 
 
-def floating(name: str, values: Any) -> Any:
-    """`values`, if their dtype is a floating one."""
+def floating(name: str, value: Any) -> jax.Array:
+    """`value` as an array of a floating dtype."""
+    values = array(name, value)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(f"{name} has dtype {values.dtype}; it must be a floating dtype")
     return values
@@ -211,7 +214,7 @@ def _scalar_or_by_row(
             raise ValueError(f"{name}={shown(first) if isinstance(first, int) else f'{first:g}'} must be {words}")
         if number:
             return float(value)
-    values: jax.Array = floating(name, array(name, value))
+    values = floating(name, value)
     if values.shape not in ((), leading):
         raise ValueError(
             f"{name} has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"

@@ -141,7 +141,7 @@ def linear_distillation(
         Language Models" (Agarwal et al.), section 2: the generalised Jensen-Shannon divergence.
     """
     named: dict[str, Any] = {"ignore_index": ignore_index, "implementation": implementation, **options}
-    of_teacher = {name: named.pop(name) for name in options if name.startswith("teacher_")}
+    of_teacher = {name.removeprefix("teacher_"): named.pop(name) for name in options if name.startswith("teacher_")}
     temperature = named.pop("temperature", 1.0)
     student = Problem.read(hidden, weight, labels, **named).tempered(temperature)
     try:
@@ -151,7 +151,7 @@ def linear_distillation(
             vocab_axis=student.spec.vocab_axis if teacher_vocab_axis is None else teacher_vocab_axis,
             vocab_size=options.get("vocab_size"),
             mesh_axes=student.mesh_axes,
-            **{name.removeprefix("teacher_"): value for name, value in of_teacher.items()},
+            **of_teacher,
         )
     except (ValueError, TypeError) as error:
         error.add_note("This is about the teacher's head: teacher_hidden, teacher_weight and the others of that name.")

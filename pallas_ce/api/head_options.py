@@ -194,7 +194,17 @@ class DistillationOptions(HeadOptions, RowOptions, ReductionOptions, total=False
 
 
 class SampledOptions(WeightOptions, ReductionOptions, total=False):
-    """A loss over sampled columns of a head, reduced."""
+    """A loss over sampled columns of a head, reduced.
+
+    Attributes:
+        ignore_index: tokens with this label do not count.
+        bias: `[V']`.
+        implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
+    """
+
+    ignore_index: int | None
+    bias: ArrayLike | None
+    implementation: Implementation | None
 
 
 class StoredOptions(LabelOptions, ReductionOptions, CrossEntropyTerms, total=False):

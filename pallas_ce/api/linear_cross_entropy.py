@@ -26,14 +26,13 @@ def operands_of(problem: Problem) -> tuple[Call, Operands]:
     options, wide, total = problem.options, problem.spec.accumulator, problem.how.total
     ids, counts, smoothed = present(batch.labels), present(mask), options.label_smoothing is not None
     u = None  # what smoothing reads, c/V; 1/V throughout without class weights
-    if smoothed and options.class_weights is not None:
-        u = jax.lax.stop_gradient(options.class_weights.astype(wide)) / problem.spec.vocab_size
     weight = problem.token_weights
     by_row = {} if weight is None else {"token_weight": weight}
     weight = jnp.ones(ids.shape, wide) if weight is None else weight
     normalizer = z_normalizer = total(jnp.sum(jnp.where(counts, weight, 0)))
     if options.class_weights is not None:
         class_weights = jax.lax.stop_gradient(options.class_weights.astype(wide))
+        u = class_weights / problem.spec.vocab_size if smoothed else None
         if not class_weights.size:  # nothing counts in an empty vocabulary
             class_weights = jnp.zeros(1, wide)
         by_row["class_weight"] = jnp.where(counts, class_weights[jnp.where(counts, ids, 0)], 0)

@@ -185,8 +185,7 @@ def selective_log_softmax(
     References:
         The function of that name in TRL, and "Reducing VRAM Footprint in PPO and GRPO Using Selective Log-Softmax".
     """
-    logits, index = arguments.array("logits", logits), arguments.ids("index", index)
-    arguments.integers("index has", index)
+    logits, index = arguments.array("logits", logits), arguments.integers("index", index)
     leading = logits.shape[:-1]
     if index.shape[: len(leading)] != leading or index.ndim > logits.ndim:
         raise ValueError(

@@ -249,8 +249,7 @@ def linear_log_probs(
     names = tuple(name for name, wanted in asked.items() if wanted)
     if support is None:
         return names, problem.decided(), None
-    kept, leading, of_labels = checks.ids("support", support), problem.leading, present(problem.labels)
-    checks.integers("support has", kept)
+    kept, leading, of_labels = checks.integers("support", support), problem.leading, present(problem.labels)
     if kept.shape[:-1] != leading or kept.ndim != len(leading) + 1 or not kept.shape[-1]:
         raise ValueError(f"support has shape {kept.shape}; {leading} with K >= 1 ids of each row behind it is needed")
     if of_labels.shape != leading:

@@ -88,14 +88,11 @@ def linear_chain_crf(
         "Conditional Random Fields" (Lafferty, McCallum, Pereira), section 3.
     """
     arguments.check_reduction(reduction, normalizer)
-    emissions, transitions = arguments.array("emissions", emissions), arguments.array("transitions", transitions)
-    arguments.floating("emissions", emissions)
-    arguments.floating("transitions", transitions)
-    tags = arguments.ids("tags", tags)
+    emissions = arguments.floating("emissions", emissions)
+    transitions, tags = arguments.floating("transitions", transitions), arguments.integers("tags", tags)
     if emissions.ndim < 2 or 0 in emissions.shape[-2:]:
         raise ValueError(f"emissions has shape {emissions.shape}; it must be [..., T, K] with T and K at least 1")
     *batch, length, candidates = emissions.shape
-    arguments.integers("tags have", tags, "they must be integers")
     if tags.shape != (*batch, length):
         raise ValueError(f"tags have shape {tags.shape}; emissions' {(*batch, length)} is needed")
     square = (candidates, candidates)

@@ -14,7 +14,6 @@ from pallas_ce.api.head_options import SampledOptions, documented
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.api.specs import LowRank, WeightLike
-from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import Batch
 from pallas_ce.parallel.entry import program, replicated
 from pallas_ce.parallel.mesh_axes import MeshAxes
@@ -96,9 +95,6 @@ def sampled_softmax_cross_entropy(
     num_samples: int,
     sampler: Literal["log_uniform", "uniform"] | ClassSampler = "log_uniform",
     log_expected_correction: bool = True,
-    ignore_index: int | None = -100,
-    bias: ArrayLike | None = None,
-    implementation: Implementation | None = None,
     **options: Unpack[SampledOptions],
 ) -> jax.Array:
     r"""Cross entropy over each token's label and S sampled classes, which all tokens share.
@@ -127,11 +123,8 @@ def sampled_softmax_cross_entropy(
             replacement; or a function `(key, num_samples, vocab_size) -> ClassSample`, a static argument: pass the same
             object each time. Its ids must be different, and lie in `[0, V)`: the loss is nan where they are not.
         log_expected_correction: subtract log Q; without it the sampled logits are used as they are.
-        ignore_index: tokens with this label do not count.
         normalizer: scalar for the mean; by default Σ w over the tokens that count.
-        bias: `[V']`.
         logit_scale: the logits' scale; not 0 where a correction is subtracted.
-        implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
 
     Returns:
         Array: `[]`, or `[...]` for "none", float32 (float64 for float64); 0.0 when no token counts.
@@ -158,15 +151,7 @@ def sampled_softmax_cross_entropy(
     References:
         "On Using Very Large Target Vocabulary for Neural Machine Translation" (Jean et al.), section 3.
     """
-    problem = Problem.read(
-        hidden,
-        weight,
-        arguments.ids("labels", labels),
-        bias=bias,
-        ignore_index=ignore_index,
-        implementation=implementation,
-        **options,
-    )
+    problem = Problem.read(hidden, weight, arguments.ids("labels", labels), **options)
     vocab_size = problem.spec.vocab_size
     num_samples = arguments.count("num_samples", num_samples, vocab_size, f"vocab_size={vocab_size}")
     scale = options.get("logit_scale", 1.0)
@@ -186,12 +171,9 @@ def sampled_softmax_cross_entropy(
 def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, problem: Problem, key: Any) -> jax.Array:
     spec = problem.spec
     batch, head, mask = problem.flat_rows_that_count()
-    hidden, labels = batch.hidden, batch.labels
-    assert labels is not None
-    assert mask is not None
+    mask = present(mask)
     # Rows that do not count must not reach the gradients: neither a nan nor its product with a gradient of 0.
-    hidden = jnp.where(mask[:, None], hidden, 0)
-    targets = jnp.where(mask, labels, 0)
+    hidden, targets = jnp.where(mask[:, None], batch.hidden, 0), jnp.where(mask, present(batch.labels), 0)
     drawn = _drawn(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
     # An id that is drawn twice keeps the first place, so that the second does not find itself there.

@@ -192,9 +192,7 @@ def policy_loss(
         weight = _sampler_weight(old, others["sampler_log_probs"], sampler_weights, sampler_range)
         gained = weight * gained
     loss = -gained
-    kl = None
-    if ref_log_probs is not None:
-        kl = kl_estimate(log_probs, others["ref_log_probs"], kl_estimator)
+    kl = None if ref_log_probs is None else kl_estimate(log_probs, others["ref_log_probs"], kl_estimator)
     if entropy is not None:
         entropy = sequences.floats("entropy", entropy, shape, mask=mask)
     for name, coefficient, needed, sign, term in (

@@ -24,7 +24,7 @@ def tokens(log_probs: Any, mask: Any | None, entries: str = "[..., T]") -> tuple
 
 def floats(name: str, value: Any, *shapes: tuple[int, ...], mask: jax.Array | None = None) -> jax.Array:
     """`value` as floating numbers of at least float32, of one of `shapes` where any are given; 0 where masked."""
-    x = arguments.floating(name, arguments.array(name, value))
+    x = arguments.floating(name, value)
     if shapes and x.shape not in shapes:
         raise ValueError(f"{name} has shape {x.shape}; it must be {' or '.join(map(str, shapes))}")
     x = x.astype(common_dtype(x.dtype, jnp.float32))
