@@ -236,7 +236,7 @@ def check_reduction(reduction: str, normalizer: Any, backward: str = "auto") -> 
 
 
 def scalar(
-    name: str, value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max, words: str = ""
+    name: str, value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max, *, words: str = ""
 ) -> Any:
     """A scalar that may be an array or traced; a plain number, whose range is checked, as a float.
 
@@ -266,17 +266,17 @@ def above_zero(name: str, value: Any) -> Any:
     return scalar(name, value, math.ulp(0.0), words="above 0, and finite")
 
 
-def static(name: str, value: Any, low: float, high: float, words: str) -> float:
+def static(name: str, value: Any, low: float, high: float, *, words: str) -> float:
     """A number from `low` to `high`, whose value is known when it is traced."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a Python number, not a traced value: it shapes the compiled program")
-    return scalar(name, float(scalar(name, value, low, high, words)), low, high, words)
+    return scalar(name, float(scalar(name, value, low, high, words=words)), low, high, words=words)
 
 
 def beta(value: Any) -> float:
     """β of the Jensen-Shannon divergence."""
     words = "strictly between 0 and 1; for the ends choose divergence='forward_kl' (0) or 'reverse_kl' (1)"
-    return static("beta", value, math.ulp(0.0), math.nextafter(1.0, 0.0), words)
+    return static("beta", value, math.ulp(0.0), math.nextafter(1.0, 0.0), words=words)
 
 
 def normalizer(value: Any | None) -> Any | None:

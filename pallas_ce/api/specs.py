@@ -195,7 +195,7 @@ def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:
 
 
 def _cap(logit_softcap: float | None) -> float | None:
-    return None if logit_softcap is None else checks.static("logit_softcap", logit_softcap, *_CAPS, _CAP)
+    return None if logit_softcap is None else checks.static("logit_softcap", logit_softcap, *_CAPS, words=_CAP)
 
 
 def _read_precision(precision: PrecisionLike) -> Precision | DotAlgorithmPreset:
