@@ -4,8 +4,7 @@ import pytest
 
 from flax_modules import linen
 from flax_modules import nnx as on_nnx
-
-FEATURES, VOCAB = 16, 37
+from tests.flax_modules.oracle import FEATURES
 
 
 @pytest.fixture
@@ -23,4 +22,12 @@ def labels():
 @pytest.fixture(params=[linen, on_nnx], ids=["linen", "nnx"])
 def framework(request):
     """The package whose heads are tested."""
+    return request.param
+
+
+@pytest.fixture(params=[None, (4, 2)], ids=["one device", "fsdp 4 x tp 2"])
+def shape(request):
+    """The shape of the mesh that a trainer's model is laid out on, or None."""
+    if request.param and jax.device_count() < 8:
+        pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=8")
     return request.param

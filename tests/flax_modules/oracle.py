@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,12 @@ import optax
 from flax import nnx
 
 from flax_modules import linen
+
+FEATURES, VOCAB, RANK = 16, 37, 3
+# An adapter and a bias that are something, where what starts at zero would hide a mistake.
+NORMAL = jax.nn.initializers.normal(0.5)
+ADAPTER = {"lora_rank": RANK, "lora_scale": 0.7, "lora_b_init": NORMAL}
+BIAS = {"use_bias": True, "bias_init": NORMAL}
 
 
 @functools.partial(jax.jit, static_argnames="softcap")
@@ -31,6 +38,17 @@ def mean_cross_entropy(logits, labels, token_weights=None, *, label_smoothing=0.
     return jnp.sum(weights * row) / jnp.sum(weights)
 
 
+def logits_of(params, hidden):
+    """Stored logits of the parameters of a head of either framework, with `ADAPTER` where it has one."""
+    names = ("kernel", "embedding", "bias", "lora_a", "lora_b")
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    x = {next(name for name in names if name in jax.tree_util.keystr(path)): leaf for path, leaf in leaves}
+    weight = x["kernel"] if "kernel" in x else x["embedding"].T
+    if "lora_a" in x:
+        weight += ADAPTER["lora_scale"] * x["lora_a"] @ x["lora_b"]
+    return stored_logits(hidden, weight, x.get("bias"))
+
+
 def shifted(labels, i):
     """`labels[..., t + i]`, ignored where the row has ended; written apart from the implementation."""
     result = np.full(labels.shape, -100)
@@ -49,6 +67,15 @@ def assert_agrees(apply, canonical, params, hidden, labels, *bounds):
     assert_close(actual, jax.value_and_grad(canonical, argnums=(0, 1))(params, hidden), *bounds)
 
 
+def assert_same(got, want):
+    """(loss, gradients): each leaf up to float32's rounding, and some gradient is not zero."""
+    assert jax.tree.structure(got[1]) == jax.tree.structure(want[1])
+    expected = dict(jax.tree_util.tree_leaves_with_path(want))  # their loss may have metrics that ours has not
+    for path, value in jax.tree_util.tree_leaves_with_path(got):
+        np.testing.assert_allclose(value, expected[path], rtol=1e-5, atol=1e-5, err_msg=str(path))
+    assert any(np.max(abs(x)) > 1e-3 for x in jax.tree.leaves(got[1]))
+
+
 def initialised(head, *given):
     """Parameters of a head of either framework, and `apply(parameters, *given, method=…)`."""
     if isinstance(head, nnx.Module):
@@ -61,5 +88,12 @@ def initialised(head, *given):
 
 
 def of(package, name, *arguments, **options):
-    """A module of that package: `rngs` is NNX's, and initialises at once."""
-    return getattr(package, name)(*arguments, **options, **({} if package is linen else {"rngs": nnx.Rngs(0)}))
+    """A module of ours or of Flax: `rngs` is NNX's, and initialises at once."""
+    rngs = {} if package in (linen, nn) else {"rngs": nnx.Rngs(0)}
+    return getattr(package, name)(*arguments, **options, **rngs)
+
+
+def on_embedding(package, **options):
+    """A head on an embedding of its framework."""
+    embed = of(nn if package is linen else nnx, "Embed", VOCAB, FEATURES)
+    return package.LossHead.of(embed, **options, **({} if package is linen else {"rngs": nnx.Rngs(0)}))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import pallas_ce
+from tests.flax_modules.oracle import assert_same
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 VOCAB, FEATURES, ROWS, LENGTH = 96, 16, 8, 12
@@ -27,28 +28,6 @@ def lines(section):
     """The section's first indented block."""
     text = PAGE.read_text().split(f"\n### {section}\n")[1].split("\n### ")[0]
     return textwrap.dedent(re.search(r"\n((?:\n|    .*\n)+)", text)[1])
-
-
-def names_of(code, **names):
-    """What the code defines, with these names given."""
-    exec(code, names)
-    return names
-
-
-def assert_same(got, want):
-    """Trees that agree up to float32's rounding, with some entry that is not near zero."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for path, value in jax.tree.leaves_with_path(got):
-        np.testing.assert_allclose(value, dict(jax.tree.leaves_with_path(want))[path], 1e-5, 1e-5, err_msg=str(path))
-    assert any(np.max(abs(x)) > 1e-3 for x in jax.tree.leaves(got))
-
-
-@pytest.fixture(params=[None, (4, 2)], ids=["one device", "fsdp 4 x tp 2"])
-def shape(request):
-    """The mesh's, or None."""
-    if request.param and jax.device_count() < 8:
-        pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=8")
-    return request.param
 
 
 @pytest.mark.nightly
@@ -79,19 +58,8 @@ def test_keras(monkeypatch, shape, weights):
         return loss, [old - new for old, new in zip(before, model.get_weights(), strict=True)]
 
     with context:
-        fused = names_of(lines("Keras"), keras_hub=keras_hub, pallas_ce=pallas_ce)["Fused"]
-        assert_same(step(fused), step(keras_hub.models.GPT2CausalLM))
-
-
-def levanter_model(hax, key=0):
-    """A tied model of Levanter's, and a batch whose last tokens have weights too."""
-    from levanter.models.gpt2 import Gpt2Config
-    from levanter.models.lm_model import LmExample
-
-    config = Gpt2Config(LENGTH, FEATURES, num_layers=1, num_heads=2, gradient_checkpointing=False)
-    axes = hax.Axis("batch", ROWS), hax.Axis("position", LENGTH)
-    example = LmExample(hax.named(jnp.asarray(TOKENS), axes), hax.named(jnp.asarray(WEIGHTS), axes))
-    return config.build(hax.Axis("vocab", VOCAB), key=jax.random.key(key)), example
+        exec(lines("Keras"), names := {"keras_hub": keras_hub, "pallas_ce": pallas_ce})
+        assert_same(step(names["Fused"]), step(keras_hub.models.GPT2CausalLM))
 
 
 @pytest.mark.nightly
@@ -101,16 +69,21 @@ def levanter_model(hax, key=0):
     {"reduction": "sum", "reduction_axis": "position"}, {"loss_dtype": jnp.bfloat16},
 ], ids=lambda options: ", ".join(options) or "defaults")  # fmt: skip
 def test_levanter(shape, options):
-    eqx, hax = pytest.importorskip("equinox"), pytest.importorskip("haliax")
-    lm_model, loss = pytest.importorskip("levanter.models.lm_model"), pytest.importorskip("levanter.models.loss")
+    hax = pytest.importorskip("haliax")
+    import equinox as eqx
+    from levanter.models import gpt2, lm_model, loss
+
     theirs = lm_model.LmHeadModel.compute_next_token_loss
     signature = re.search(r"def (compute_next_token_loss\(.*?\)) ->", inspect.getsource(theirs), re.DOTALL)[1]
     body = textwrap.indent(lines("Levanter"), "    ")
-    known = {**vars(lm_model), "pallas_ce": pallas_ce, "next_token_loss_weight": loss.next_token_loss_weight}
-    ours = names_of(f"def {signature}:\n{body}", **known)["compute_next_token_loss"]
+    names = {**vars(lm_model), "pallas_ce": pallas_ce, "next_token_loss_weight": loss.next_token_loss_weight}
+    exec(f"def {signature}:\n{body}", names)
     if options.get("reduction"):
         options = {**options, "reduction": hax.sum}
-    model, example = levanter_model(hax)
+    config = gpt2.Gpt2Config(LENGTH, FEATURES, num_layers=1, num_heads=2, gradient_checkpointing=False)
+    model = config.build(hax.Axis("vocab", VOCAB), key=jax.random.key(0))
+    axes = hax.Axis("batch", ROWS), hax.Axis("position", LENGTH)
+    example = lm_model.LmExample(hax.named(jnp.asarray(TOKENS), axes), hax.named(jnp.asarray(WEIGHTS), axes))
 
     def found(function):
         def scalar(model):
@@ -123,7 +96,7 @@ def test_levanter(shape, options):
     mesh = jax.make_mesh(shape or (1, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with hax.partitioning.set_mesh(mesh), hax.axis_mapping({"batch": "fsdp"}):
         model, example = hax.shard(model, {"vocab": "tp", "embed": "fsdp"}), hax.shard(example)
-        assert_same(found(ours), found(theirs))
+        assert_same(found(names["compute_next_token_loss"]), found(theirs))
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["all", "weighted"])
@@ -131,7 +104,7 @@ def test_levanter(shape, options):
 def test_lm1b(alpha, weights):
     """By the definition: a divergence from 1 − α for the label's class and α/(V − 1) for each other."""
     code = PAGE.read_text().split("\n### Flax's lm1b example\n")[1].split("```python\n")[1].split("```")[0]
-    ours = names_of(code, jnp=jnp, pallas_ce=pallas_ce)
+    exec(code, ours := {"jnp": jnp, "pallas_ce": pallas_ce})
     rng = np.random.default_rng(2)
     head = {"kernel": rng.normal(size=(FEATURES, VOCAB)), "bias": rng.normal(size=VOCAB)}
     hidden, head = jax.tree.map(jnp.float32, (rng.normal(size=(ROWS, LENGTH, FEATURES)), head))

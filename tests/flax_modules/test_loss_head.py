@@ -9,9 +9,21 @@ from flax import nnx
 
 from flax_modules import linen
 from flax_modules import nnx as on_nnx
-from tests.flax_modules.oracle import assert_agrees, assert_close, initialised, mean_cross_entropy, of, stored_logits
+from tests.flax_modules.oracle import (
+    ADAPTER,
+    BIAS,
+    FEATURES,
+    VOCAB,
+    assert_agrees,
+    assert_close,
+    initialised,
+    logits_of,
+    mean_cross_entropy,
+    of,
+    on_embedding,
+    stored_logits,
+)
 
-FEATURES, VOCAB = 16, 37
 # `implementation="reference"` below compiles faster, where the test does not depend on which one runs.
 FAST = {"implementation": "reference"}
 REFUSED = "its last axis must be 16, the head's features"
@@ -26,15 +38,21 @@ def make(framework, hidden, labels):
     return make
 
 
-@pytest.mark.parametrize(("backward", "use_bias"), [("recompute", True), ("in_forward", False)])
-def test_loss_and_gradients_are_those_of_stored_logits(make, hidden, labels, backward, use_bias):
-    params, apply = make(use_bias=use_bias, bias_init=jax.nn.initializers.normal(1.0), backward=backward)
-
-    def canonical(params, hidden):
-        bias = params["bias"][...] if use_bias else None
-        return mean_cross_entropy(stored_logits(hidden, params["kernel"][...], bias), labels)
-
-    assert_agrees(apply, canonical, params, hidden, labels)
+@pytest.mark.parametrize(
+    ("tied", "options"),
+    [
+        (False, {"backward": "in_forward"}),
+        (False, {"backward": "recompute", **BIAS}),
+        (False, {"backward": "recompute", **ADAPTER}),
+        (True, {"backward": "in_forward", **ADAPTER, **BIAS}),
+    ],
+    ids=["own", "bias", "adapter", "tied"],
+)
+def test_logits_loss_and_gradients_are_those_of_stored_logits(framework, tied, options, hidden, labels):
+    head = on_embedding(framework, **options) if tied else of(framework, "LossHead", FEATURES, VOCAB, **options)
+    params, apply = initialised(head, hidden, labels)
+    assert_agrees(apply, lambda *x: mean_cross_entropy(logits_of(*x), labels), params, hidden, labels)
+    assert_close(apply(params, hidden, method="logits"), logits_of(params, hidden), rtol=1e-4, atol=1e-5)
 
 
 def test_a_shift_is_that_of_labels_and_token_weights(make, hidden, labels):
@@ -44,7 +62,7 @@ def test_a_shift_is_that_of_labels_and_token_weights(make, hidden, labels):
     assert_close(got, apply(params, hidden[:, :-1], labels[:, 1:], token_weights=weights[:, 1:]))
 
 
-def test_every_option_reaches_loss_logits_and_statistics_and_padding_none(make, hidden, labels):
+def test_every_option_reaches_loss_logits_and_statistics(make, hidden, labels):
     options = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0, "logit_scale": 2.0}
     params, apply = make(padded_vocab_size=64, **options)
     assert params["kernel"].shape == (FEATURES, 64)
@@ -53,10 +71,7 @@ def test_every_option_reaches_loss_logits_and_statistics_and_padding_none(make, 
 
     assert_close(apply(params, hidden, method="logits"), logits)
     expected = mean_cross_entropy(logits, labels, weights, label_smoothing=0.1, z_loss=1e-2)
-    loss, grads = jax.value_and_grad(apply)(params, hidden, labels, token_weights=weights)
-    assert_close(loss, expected)
-    assert not np.any(grads["kernel"][:, VOCAB:])
-    assert np.any(grads["kernel"][:, :VOCAB])
+    assert_close(apply(params, hidden, labels, token_weights=weights), expected)
     names = ("lse", "target_logit", "argmax")
     stats = apply(params, hidden, targets, statistics=names, method="row_statistics")
     assert_close(stats.lse, jax.nn.logsumexp(logits, axis=-1))
@@ -92,20 +107,23 @@ def test_reduction_normalizer_class_weights_and_metrics_pass_through(make, hidde
     assert 12 in [int(value) for value in jax.tree.leaves(metrics)]
 
 
-def test_bfloat16_compute_keeps_float32_parameters_loss_and_gradients(make, hidden, labels):
-    params, apply = make(dtype=jnp.bfloat16)
+def test_bfloat16_compute_keeps_float32_parameters_loss_and_gradients_and_padding_has_none(make, hidden, labels):
+    params, apply = make(dtype=jnp.bfloat16, padded_vocab_size=64, **BIAS, **ADAPTER)
     loss, grads = jax.value_and_grad(apply)(params, hidden, labels)
-    logits = apply(params, hidden, method="logits")
-    kernel, gradient = params["kernel"][...], grads["kernel"][...]
-    assert kernel.dtype == loss.dtype == gradient.dtype == logits.dtype == jnp.float32
+    everything = params, loss, grads, apply(params, hidden, method="logits")
+    assert {x.dtype for x in jax.tree.leaves(everything)} == {jnp.dtype("float32")}
 
-    def canonical(kernel):
-        return mean_cross_entropy(stored_logits(hidden, kernel), labels)
+    def canonical(params):
+        return mean_cross_entropy(logits_of(params, hidden)[..., :VOCAB], labels)
 
-    assert_close(loss, canonical(kernel), rtol=2e-2)
-    assert_close(gradient, jax.grad(canonical)(kernel), rtol=0.1, atol=5e-3)
+    assert_close((loss, grads), jax.value_and_grad(canonical)(params), rtol=0.1, atol=5e-3)
+    assert_close(loss, canonical(params), rtol=2e-2)
+    kernel = grads["kernel"][:, :VOCAB]
     # Not rounded to bfloat16 on the way, which a cast of the kernel in the module would have done.
-    assert np.mean(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
+    assert np.mean(kernel != kernel.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
+    of_columns = [x for x in jax.tree.leaves(grads) if x.shape[-1] == 64]
+    assert len(of_columns) == 3
+    assert not any(np.any(x[..., VOCAB:]) for x in of_columns)
 
 
 def test_every_product_has_the_precision_of_the_head(framework, hidden, labels):
@@ -169,15 +187,21 @@ def test_calls_name_what_is_wrong(make, hidden, labels):
 
 def test_construction_names_what_is_wrong(framework, hidden, labels):
     def embed(features):
-        return nn.Embed(VOCAB, features) if framework is linen else nnx.Embed(VOCAB, features, rngs=nnx.Rngs(0))
+        return of(nn if framework is linen else nnx, "Embed", VOCAB, features)
 
-    def constructed(**options):
-        return initialised(of(framework, "LossHead", FEATURES, VOCAB, **options), hidden, labels)
+    def call(**options):
+        params, apply = initialised(of(framework, "LossHead", FEATURES, VOCAB, **options), hidden, labels)
+        return apply(params, hidden, labels)
 
-    with pytest.raises(ValueError, match="padded_vocab_size=30 is smaller than vocab_size=37"):
-        constructed(padded_vocab_size=30)
-    with pytest.raises(ValueError, match=r"embed has shape \(37, 8\), but this head needs \(37, 16\)"):
-        constructed(embed=embed(8))
+    wrong = [
+        ("padded_vocab_size=30 is smaller than vocab_size=37", {"padded_vocab_size": 30}),
+        (r"embed has shape \(37, 8\), but this head needs \(37, 16\)", {"embed": embed(8)}),
+        *((r"lora_scale is a .* multiply lora_b", {"lora_rank": 2, "lora_scale": x}) for x in ("2", jnp.ones(()))),
+        *((f"lora_rank={x} must be None or an integer from 1 to 16", {"lora_rank": x}) for x in (0, -1, 17, 2.0, True)),
+    ]
+    for words, options in wrong:
+        with pytest.raises((ValueError, TypeError), match=words):
+            call(**options)
     with pytest.raises(ValueError, match="vocab_size=38 is larger than the vocabulary of the shared weight, 37"):
         framework.LossHead.of(embed(FEATURES), vocab_size=38)
     with pytest.raises(TypeError, match=r"(embed|source) is a Dense"):
@@ -185,7 +209,7 @@ def test_construction_names_what_is_wrong(framework, hidden, labels):
 
 
 def test_nnx_needs_random_numbers_for_parameters_and_a_table_to_tie_to():
-    embed = nnx.Embed(VOCAB, FEATURES, rngs=nnx.Rngs(0))
+    embed = of(nnx, "Embed", VOCAB, FEATURES)
     for words, make in (
         (r"pass rngs=nnx\.Rngs", lambda: on_nnx.LossHead(FEATURES, VOCAB)),
         (r"pass rngs=nnx\.Rngs", lambda: on_nnx.LossHead.of(embed, use_bias=True)),

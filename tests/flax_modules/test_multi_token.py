@@ -8,37 +8,37 @@ from flax import nnx
 
 from flax_modules import nnx as on_nnx
 from tests.flax_modules.oracle import (
+    ADAPTER,
+    FEATURES,
+    RANK,
+    VOCAB,
     assert_agrees,
     assert_close,
     initialised,
+    logits_of,
     mean_cross_entropy,
     of,
     shifted,
-    stored_logits,
 )
 
-FEATURES, VOCAB, K = 16, 37, 3
+K = 3
 
 
 # The reference implementation compiles faster, and tests with it do not depend on which one runs.
-def head(framework, vocab_size=VOCAB, implementation="reference"):
-    return of(framework, "LossHead", FEATURES, vocab_size, implementation=implementation)
+def head(framework, features=FEATURES, vocab_size=VOCAB, implementation="reference", **options):
+    return of(framework, "LossHead", features, vocab_size, implementation=implementation, **options)
 
 
-def shared(framework, implementation="reference", **options):
-    options.setdefault("projection_init", jax.nn.initializers.normal(0.2))
-    return of(framework, "MultiTokenLossHead", head(framework, implementation=implementation), K, **options)
+def shared(framework, one=None, **options):
+    options = {"projection_init": jax.nn.initializers.normal(0.2)} | options
+    return of(framework, "MultiTokenLossHead", one or head(framework), K, **options)
 
 
-def separate(framework, **options):
-    return framework.MultiTokenLossHead([head(framework) for _ in range(K)], **options)
-
-
-def kernel(params, i=None):
-    """Of the head that is shared, or of one of several."""
+def of_head(params, i=None):
+    """The parameters of the head that is shared, or of one of several."""
     if "heads" in params:
-        return params["heads"][i or 0]["kernel"][...]
-    return params["head" if i is None else f"head_{i}"]["kernel"]
+        return params["heads"][i or 0]
+    return params["head" if i is None else f"head_{i}"]
 
 
 def projections(params):
@@ -47,9 +47,9 @@ def projections(params):
     return [params[f"projections_{i}"]["kernel"] for i in range(K - 1)]
 
 
-def losses(states, kernels, labels):
-    """Of each head, by stored logits."""
-    stored = [stored_logits(x, w) for x, w in zip(states, kernels, strict=True)]
+def losses(states, heads, labels):
+    """The loss of each head, by stored logits."""
+    stored = [logits_of(head, x) for head, x in zip(heads, states, strict=True)]
     return [mean_cross_entropy(z, shifted(labels, i)) for i, z in enumerate(stored)]
 
 
@@ -60,33 +60,36 @@ def mtp(framework, hidden, labels):
 
 
 def test_a_shared_head_is_the_mean_of_k_losses_of_projected_hidden_states(framework, hidden, labels):
-    params, apply = initialised(shared(framework, implementation=None), hidden, labels)
+    """And has one adapter for all of them."""
+    one = head(framework, implementation=None, **ADAPTER)
+    params, apply = initialised(shared(framework, one), hidden, labels)
     shapes = sorted(x.shape for x in jax.tree.leaves(params))
-    assert shapes == [(FEATURES, FEATURES)] * (K - 1) + [(FEATURES, VOCAB)]
+    assert shapes == sorted([*[(FEATURES, FEATURES)] * (K - 1), (FEATURES, VOCAB), (FEATURES, RANK), (RANK, VOCAB)])
 
     def canonical(params, hidden):
         states = [hidden, *(hidden + hidden @ p for p in projections(params))]
-        return sum(losses(states, [kernel(params)] * K, labels)) / K
+        return sum(losses(states, [of_head(params)] * K, labels)) / K
 
     assert_agrees(apply, canonical, params, hidden, labels)
 
 
 def test_separate_heads_read_the_same_hidden_states(framework, hidden, labels):
-    params, apply = initialised(separate(framework, head_weights=(1.0, 0.5, 0.25)), hidden, labels)
+    heads = [head(framework) for _ in range(K)]
+    params, apply = initialised(framework.MultiTokenLossHead(heads, head_weights=(1.0, 0.5, 0.25)), hidden, labels)
 
     def canonical(params, hidden):
-        first, second, third = losses([hidden] * K, [kernel(params, i) for i in range(K)], labels)
+        first, second, third = losses([hidden] * K, [of_head(params, i) for i in range(K)], labels)
         return first + 0.5 * second + 0.25 * third
 
     assert_agrees(apply, canonical, params, hidden, labels)
-    assert_close(apply(params, hidden, head=1, method="logits"), stored_logits(hidden, kernel(params, 1)))
+    assert_close(apply(params, hidden, head=1, method="logits"), logits_of(of_head(params, 1), hidden))
 
 
 def test_blocks_of_the_users_own_give_one_hidden_state_a_head(framework, hidden, labels):
     states = [hidden, jnp.tanh(hidden), -hidden]
     params, apply = initialised(shared(framework, project_hidden=False, head_weights=1.0), states, labels)
     assert len(jax.tree.leaves(params)) == 1
-    expected = losses(states, [kernel(params)] * K, labels)
+    expected = losses(states, [of_head(params)] * K, labels)
     loss, metrics = apply(params, states, labels, normalizer=(12.0, 10.0, 8.0), return_metrics=True)
     assert_close(loss, sum(expected))
     for metric, count in zip(metrics, (12, 10, 8), strict=True):
@@ -130,7 +133,7 @@ def test_weights_of_the_heads_may_be_traced_and_normalizers_replace_each_heads_c
 
 def test_the_first_head_is_the_plain_next_token_head(framework, mtp, hidden, labels):
     params, apply = mtp
-    logits = stored_logits(hidden, kernel(params))
+    logits = logits_of(of_head(params), hidden)
     assert_close(apply(params, hidden, method="logits"), logits)
     assert_close(apply(params, hidden, labels, head_weights=(1.0, 0.0, 0.0)), mean_cross_entropy(logits, labels))
     # Projections start at zero by default: then every head begins as this one.
@@ -141,13 +144,13 @@ def test_the_first_head_is_the_plain_next_token_head(framework, mtp, hidden, lab
 def test_rows_shorter_than_the_number_of_tokens_have_nothing_to_count(mtp, hidden, labels):
     (params, apply), row, first = mtp, hidden[:, :1], labels[:, :1]
     loss, grads = jax.value_and_grad(lambda params: apply(params, row, first, head_weights=1.0))(params)
-    assert_close(loss, mean_cross_entropy(stored_logits(row, kernel(params)), first))
+    assert_close(loss, mean_cross_entropy(logits_of(of_head(params), row), first))
     assert not np.any(projections(grads)[0])
 
 
 def test_weights_of_the_heads_are_as_wide_as_their_losses(hidden, labels):
     with jax.enable_x64(True):
-        heads = [on_nnx.LossHead(FEATURES, VOCAB, param_dtype=jnp.float64, rngs=nnx.Rngs(i)) for i in range(3)]
+        heads = [on_nnx.LossHead(FEATURES, VOCAB, param_dtype=jnp.float64, rngs=nnx.Rngs(i)) for i in range(K)]
         several = on_nnx.MultiTokenLossHead(heads)
         x = jnp.asarray(hidden, jnp.float64)
         want = sum(head(x, y) for head, y in zip(heads, several.future_labels(labels), strict=True)) / 3
@@ -155,13 +158,13 @@ def test_weights_of_the_heads_are_as_wide_as_their_losses(hidden, labels):
 
 
 def test_construction_names_what_is_wrong(framework, hidden, labels):
-    one, other = head(framework), head(framework, VOCAB + 1)
+    one, other = head(framework), head(framework, vocab_size=VOCAB + 1)
     for message, given in (
         ("num_tokens=None must be an int, at least 1", (one,)),
         ("num_tokens=2, but head is a sequence of 3 heads", ([one] * 3, 2)),
         ("empty sequence", ([],)),
         (r"different vocab_size: \[37, 38\]", ([one, other],)),
-        ("different features", ([one, of(framework, "LossHead", 8, VOCAB)],)),
+        ("different features", ([one, head(framework, 8)],)),
     ):
         with pytest.raises(ValueError, match=message):
             initialised(of(framework, "MultiTokenLossHead", *given), hidden, labels)

@@ -17,70 +17,46 @@ import pytest
 from flax import nnx
 
 from flax_modules.integrations import maxtext, tunix
+from tests.flax_modules.oracle import assert_same
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]  # the packages' own warnings
 
 VOCAB, FEATURES, ROWS, LENGTH = 96, 16, 8, 12
 
 
-@pytest.fixture(params=["one device", "fsdp 4 x tp 2"])
-def mesh(request):
-    """The mesh that the models are laid out on, or None."""
-    if request.param == "one device":
-        return None
-    if jax.device_count() < 8:
-        pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=8")
-    return jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+@pytest.fixture
+def mesh(shape):
+    """The mesh, or None."""
+    return shape and jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def llama3(features=FEATURES, seed=0, **options):
-    """A model of Tunix."""
-    from tunix.models.llama3 import model
-
-    sizes = {"num_layers": 1, "vocab_size": VOCAB, "embed_dim": features, "hidden_dim": 32, "num_heads": 4}
-    more = {"head_dim": 8, "num_kv_heads": 4, "rope_theta": 10000, "norm_eps": 1e-5}
-    return model.Llama3(model.ModelConfig(**sizes, **more, **options), rngs=nnx.Rngs(seed))
-
-
-def gemma2():
-    """A model of Tunix whose logits are capped."""
-    from tunix.models.gemma import model
-
-    sizes = {"num_layers": 1, "num_embed": VOCAB, "embed_dim": FEATURES, "hidden_dim": 32, "num_heads": 4}
-    more = {"head_dim": 8, "num_kv_heads": 4, "final_logit_softcap": 2.0, "use_post_attn_norm": True}
-    kinds = [model.AttentionType.GLOBAL]
-    config = model.ModelConfig(**sizes, **more, use_post_ffw_norm=True, attention_types=kinds)
-    return model.Gemma(config, rngs=nnx.Rngs(0))
-
-
-def gemma4():
-    """A model of Tunix whose logits are capped, and which casts its table to its own dtype."""
-    from tunix.models.gemma4 import model
-
-    sizes = {"num_layers": 1, "num_embed": VOCAB, "embed_dim": FEATURES, "hidden_dim": 32, "num_heads": 4}
-    more = {"head_dim": 8, "num_kv_heads": 4, "final_logit_softcap": 2.0, "sliding_window_size": 8}
-    return model.Gemma4(model.ModelConfig(**sizes, **more), rngs=nnx.Rngs(0))
-
-
-def qwen2(**options):
-    """A model of Tunix that takes rows packed of several sequences, and casts to its own dtype."""
-    from tunix.models.qwen2 import model
-
-    sizes = {"num_layers": 1, "vocab_size": VOCAB, "embed_dim": FEATURES, "hidden_dim": 32, "num_heads": 4}
-    more = {"head_dim": 8, "num_kv_heads": 4, "rope_theta": 10000, "norm_eps": 1e-5}
-    made = model.Qwen2(model.ModelConfig(**sizes, **more, **options), rngs=nnx.Rngs(0))
-    made.embedder.input_embedding[...] *= 0.05  # of deviation 1
-    return made
-
-
+# Gemmas cap the logits; gemma4 and qwen2 cast to a dtype of their own; qwen2 takes rows packed of several sequences.
 MODELS = {
-    "llama3": llama3,
-    "llama3 tied": functools.partial(llama3, weight_tying=True),
-    "gemma2": gemma2,
-    "gemma4": gemma4,
-    "qwen2": qwen2,
-    "qwen2 tied": functools.partial(qwen2, use_tied_embedding=True),
+    "llama3": ("llama3", "Llama3", {}),
+    "llama3 tied": ("llama3", "Llama3", {"weight_tying": True}),
+    "gemma2": ("gemma", "Gemma", {"use_post_attn_norm": True, "use_post_ffw_norm": True}),
+    "gemma4": ("gemma4", "Gemma4", {"sliding_window_size": 8}),
+    "qwen2": ("qwen2", "Qwen2", {}),
+    "qwen2 tied": ("qwen2", "Qwen2", {"use_tied_embedding": True}),
 }
+
+
+def model_of(name, features=FEATURES, seed=0):
+    """A model of Tunix."""
+    family, kind, options = MODELS[name]
+    package = pytest.importorskip(f"tunix.models.{family}.model")
+    sizes = {"num_layers": 1, "embed_dim": features, "hidden_dim": 32, "head_dim": 8}
+    options = {**sizes, "num_heads": 4, "num_kv_heads": 4, **options}
+    if "gemma" in family:
+        options |= {"num_embed": VOCAB, "final_logit_softcap": 2.0}
+    else:
+        options |= {"vocab_size": VOCAB, "rope_theta": 10000, "norm_eps": 1e-5}
+    if family == "gemma":
+        options["attention_types"] = [package.AttentionType.GLOBAL]
+    made = getattr(package, kind)(package.ModelConfig(**options), rngs=nnx.Rngs(seed))
+    if family == "qwen2":
+        made.embedder.input_embedding[...] *= 0.05  # of deviation 1
+    return made
 
 
 def on(mesh, *models):
@@ -118,25 +94,17 @@ def found(mesh, model, loss, *arguments, has_aux=False, of=nnx.Param, **named):
         return nnx.jit(lambda model: gradients(model, *arguments, **named))(model)
 
 
-def assert_same(got, want):
-    """Up to float32's rounding, and some gradient is not zero."""
-    want = dict(jax.tree.leaves_with_path(want))
-    for path, value in jax.tree.leaves_with_path(got):
-        np.testing.assert_allclose(value, want[path], rtol=1e-5, atol=1e-5, err_msg=str(path))
-    assert any(np.max(abs(x)) > 1e-3 for x in jax.tree.leaves(got[1]))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_tunix_sft(mesh, name):
     peft_trainer = pytest.importorskip("tunix.sft.peft_trainer")
-    model, arguments = on(mesh, MODELS[name]()), batch(mesh, inputs())
+    model, arguments = on(mesh, model_of(name)), batch(mesh, inputs())
     theirs = found(mesh, model, peft_trainer._default_loss_fn, **arguments)
     assert_same(found(mesh, model, tunix.sft_loss(), **arguments), theirs)
 
 
 def test_an_adapter_of_tunixs_head(mesh):
     peft_trainer, qwix = pytest.importorskip("tunix.sft.peft_trainer"), pytest.importorskip("qwix")
-    model = llama3()
+    model = model_of("llama3")
     provider = qwix.LoraProvider(module_path=".*lm_head", rank=4, alpha=8.0)
     model = qwix.apply_lora_to_model(model, provider, rngs=nnx.Rngs(1), **model.get_model_input())
     model.lm_head.w_lora_b[...] = jax.random.normal(jax.random.key(0), (4, VOCAB))
@@ -146,11 +114,11 @@ def test_an_adapter_of_tunixs_head(mesh):
 
 
 @pytest.fixture
-def patched(monkeypatch):
-    """Has Tunix use our log-probabilities in one test; the result is the calls that it makes."""
+def compare(monkeypatch):
+    """Compares what a call finds before and after Tunix uses our log-probabilities."""
     common, algo_core = pytest.importorskip("tunix.rl.common"), pytest.importorskip("tunix.rl.algo_core")
-    calls, original = [], tunix.linear_log_probs
-    monkeypatch.setattr(tunix, "linear_log_probs", lambda *a, **k: calls.append(k) or original(*a, **k))
+    ours = mock.Mock(wraps=tunix.linear_log_probs)
+    monkeypatch.setattr(tunix, "linear_log_probs", ours)
     for module, name in (
         (common, "get_per_token_logps"),
         (common, "compute_per_token_logps"),
@@ -158,42 +126,42 @@ def patched(monkeypatch):
     ):
         monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
 
-    def patch():
+    def before_and_after(call):
+        theirs = call()
+        assert not ours.called
         jax.clear_caches()
         tunix.patch_log_probs()
-        return calls
+        assert_same(call(), theirs)
+        assert ours.called
 
-    yield patch
+    yield before_and_after
     jax.clear_caches()
 
 
 @pytest.mark.parametrize(("algorithm", "name"), [("dpo", "llama3"), ("dpo", "llama3 tied"), ("orpo", "gemma2")])
-def test_tunix_dpo(mesh, patched, algorithm, name):
+def test_tunix_dpo(mesh, compare, algorithm, name):
     dpo_trainer = pytest.importorskip("tunix.sft.dpo.dpo_trainer")
     given, count = inputs(), LENGTH // 2
     ids, mask = given.pop("input_tokens"), given.pop("input_mask")
     refs = {"ref_chosen_logps": -30 * np.ones(ROWS // 2), "ref_rejected_logps": -31 * np.ones(ROWS // 2)}
     arrays = batch(mesh, {"input_ids": ids, "completion_mask": mask[:, -count:], **given, **refs})
-    model, example = on(mesh, MODELS[name]()), dpo_trainer.TrainExample(**arrays, logits_to_keep=count)
-    call = functools.partial(found, mesh, model, dpo_trainer.dpo_loss_fn, example, algorithm=algorithm, has_aux=True)
-    theirs, calls = call(), patched()
-    assert_same(call(), theirs)
-    assert calls
+    model, example = on(mesh, model_of(name)), dpo_trainer.TrainExample(**arrays, logits_to_keep=count)
+    loss = dpo_trainer.dpo_loss_fn
+    compare(functools.partial(found, mesh, model, loss, example, algorithm=algorithm, has_aux=True))
 
 
 @pytest.mark.parametrize(
     ("policy", "name"),
     [("grpo", "gemma2"), ("grpo", "qwen2 packed"), ("gspo-token", "qwen2 tied"), ("ppo", "llama3"), ("ppo", "gemma2")],
 )
-def test_tunix_policy_losses(mesh, patched, policy, name):
+def test_tunix_policy_losses(mesh, compare, policy, name):
     algo_core, common = pytest.importorskip("tunix.rl.algo_core"), pytest.importorskip("tunix.rl.common")
-    packed, count, rng = name.endswith("packed"), LENGTH // 2, np.random.default_rng(2)
-    model, ids = on(mesh, MODELS[name.removesuffix(" packed")]()), inputs()["input_tokens"]
+    packed, count, rng, more = name.endswith("packed"), LENGTH // 2, np.random.default_rng(2), {}
+    model, ids = on(mesh, model_of(name.removesuffix(" packed"))), inputs()["input_tokens"]
     if packed:
         count, segments = LENGTH, np.tile([1] * (LENGTH // 2) + [2] * (LENGTH // 2), (ROWS, 1))
         more = {"segment_ids": segments, "segment_positions": np.tile(np.arange(LENGTH) % (LENGTH // 2), (ROWS, 1))}
     else:
-        more = {}
         ids[::2, -2:] = 0  # padding
     example = {
         "prompt_ids": ids[:, :-count],
@@ -210,10 +178,7 @@ def test_tunix_policy_losses(mesh, patched, policy, name):
     )  # fmt: skip
     loss = algo_core.ppo_policy_loss_fn if policy == "ppo" else algo_core.grpo_loss_fn
     example = common.TrainExample(**batch(mesh, {**example, **more}))
-    call = functools.partial(found, mesh, model, loss, example, config, pad_id=0, eos_id=1, has_aux=True)
-    theirs, calls = call(), patched()
-    assert_same(call(), theirs)
-    assert calls
+    compare(functools.partial(found, mesh, model, loss, example, config, pad_id=0, eos_id=1, has_aux=True))
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma2"])
@@ -222,7 +187,7 @@ def test_tunix_distillation(mesh, name, monkeypatch):
     divergence = mock.Mock(wraps=tunix.linear_distillation)
     monkeypatch.setattr(tunix, "linear_distillation", divergence)
     given = batch(mesh, inputs())
-    student, teacher = on(mesh, MODELS[name]()), on(mesh, llama3(2 * FEATURES, 1))
+    student, teacher = on(mesh, model_of(name)), on(mesh, model_of("llama3", 2 * FEATURES, 1))
 
     def forward(model, input_tokens, input_mask, positions, attention_mask):
         return model(input_tokens, positions, None, attention_mask)[0][:, :-1]
@@ -265,13 +230,13 @@ def test_tunixs_trainers_train(mesh):
         return model(input_tokens, positions, None, attention_mask)[0]
 
     def trained(ours, distilled):
-        model = on(mesh, llama3())
+        model = on(mesh, model_of("llama3"))
         if distilled:
             make = tunix.logit_strategy if ours else distillation.strategies.LogitStrategy
             labels = (lambda x: x) if ours else functools.partial(jax.nn.one_hot, num_classes=VOCAB)
             strategy = make(forward, forward, lambda **x: labels(x["input_tokens"]))
             kind = distillation.distillation_trainer.DistillationTrainer
-            trainer = kind(model, on(mesh, llama3(seed=1)), strategy, optax.sgd(0.1), config)
+            trainer = kind(model, on(mesh, model_of("llama3", seed=1)), strategy, optax.sgd(0.1), config)
         else:
             trainer = peft_trainer.PeftTrainer(model, optax.sgd(0.1), config)
             if ours:
@@ -289,7 +254,7 @@ def test_a_model_that_tunix_does_not_make_is_refused():
     loss, given = tunix.sft_loss(), {**inputs()}
     with pytest.raises(TypeError, match="model is a Linear, with no lm_head and no embedder that decodes"):
         loss(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), **given)
-    model = llama3(weight_tying=True)
+    model = model_of("llama3 tied")
     model.embedder.input_embedding_lora_a = nnx.LoRAParam(jnp.ones((2, 2)))
     with pytest.raises(TypeError, match="the embedder of this Llama3 has an adapter"):
         loss(model, **given)
