@@ -20,8 +20,10 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("NPROC", "16")
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -30,8 +32,6 @@ import pytest
 from _pytest.doctest import DoctestModule
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.internal.conjecture import providers
-
-from tests import memory_maps
 
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=6, print_blob=True)
@@ -63,10 +63,27 @@ def key() -> jax.Array:
     return jax.random.key(0)
 
 
+_MAPS = Path("/proc/self/maps")  # where the system has one
+
+
+@contextlib.contextmanager
+def _giving_back_memory_maps() -> Iterator[None]:
+    """Afterwards drops compiled programs when this process has a quarter of the memory maps that Linux allows, 65,530.
+
+    Each kernel of a program compiled for the CPU keeps three, and XLA crashes where Linux refuses another. A quarter
+    leaves one test room for two hundred programs, and keeps counting below 20 ms.
+    """
+    try:
+        yield
+    finally:
+        if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 16_000:
+            jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _memory_maps() -> Iterator[None]:
-    yield
-    memory_maps.give_back()
+    with _giving_back_memory_maps():
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("drawn")
             if id(drawn) not in wrapped:
                 wrapped.add(id(drawn))
-                drawn.inner_test = memory_maps.giving_back(drawn.inner_test)
+                drawn.inner_test = _giving_back_memory_maps()(drawn.inner_test)
         on_gpu = item.get_closest_marker("gpu") is not None
         if not on_gpu and any(mark.name == "nightly" and mark.kwargs for mark in item.own_markers):
             repeated.append(item)
