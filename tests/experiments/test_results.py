@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -61,20 +60,6 @@ def test_no_point_is_begun_that_would_end_too_late(
     measured(tmp_path, dict.fromkeys("abcdef", measure), rounds=Rounds(1, end=35.0))
     assert points_of(tmp_path) == ["a", "b", "c"]
     assert "time is up with 3 points left" in capsys.readouterr().out
-
-
-def test_the_power_limit_is_what_the_driver_says_and_absent_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf '700.00 W\\n700.00 W\\n'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert results.power_limit() == {"power_limit": "700.00 W"}
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    assert results.power_limit() == {}
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert results.power_limit() == {}
 
 
 @pytest.mark.parametrize("change", [{"device": "NVIDIA H100"}, {"power_limit": "9 W"}, {"jax": "0.12"}, {"rounds": 3}])

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 
 import check_release
@@ -16,13 +16,7 @@ import pallas_ce
 from pallas_ce.backends import packages
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("pallas_ce", "flax_modules", "torch_bridge")
 EXTRAS = {"cuda12", "cuda13", "flax", "triton", "torch", "huggingface", "trl", "qlora", "experiments", "docs", "dev"}
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_each_package_declares_its_types(package):
-    assert resources.files(package).joinpath("py.typed").is_file()
 
 
 def test_version_extras_and_the_oldest_supported_versions_are_declared():
@@ -84,9 +78,7 @@ def test_a_release_is_refused_where_pages_quote_results_of_other_kernels(tmp_pat
     (tmp_path / "pallas_ce-0.2.0-py3-none-any.whl").touch()
     monkeypatch.setattr(sys, "argv", ["check_release.py", str(tmp_path)])
     monkeypatch.setattr(check_release, "disagreement", lambda *_: None)
-    monkeypatch.setattr(
-        check_release, "outdated", lambda _: ["grid.json was measured with kernels a; the code's are b"]
-    )
+    monkeypatch.setattr(check_release, "outdated", lambda _: ["grid.json was measured with others"])
     with pytest.raises(SystemExit, match=r"(?s)grid.json was.*measure these files again"):
         check_release.main()
 

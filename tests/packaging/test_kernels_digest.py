@@ -1,6 +1,6 @@
 """The kernels' digest: the same in every process, another for another kernel, and what the files with others are."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import kernels_digest
@@ -14,18 +14,16 @@ from pallas_ce.backends.triton import configs
 pytest.importorskip("triton")
 
 
-def forget() -> None:
-    jax.clear_caches()
-    launch.kernel_function.cache_clear()
-
-
 @pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Changes code that is traced; nothing traced before or within outlives that."""
-    forget()
-    yield monkeypatch
-    monkeypatch.undo()
-    forget()
+def forget() -> Iterator[Callable[[], None]]:
+    """Forgets what was traced: called before code changes, and at the end."""
+
+    def clear() -> None:
+        jax.clear_caches()
+        launch.kernel_function.cache_clear()
+
+    yield clear
+    clear()
 
 
 def test_it_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,15 +31,19 @@ def test_it_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert results.kernels() == kernels_digest.digest()
 
 
-def test_a_changed_kernel_changes_it(anew: pytest.MonkeyPatch) -> None:
-    before = {name: kernels_digest.kernels(name) for name in ("forward mosaic_gpu", "forward triton")}
-    forget()
-    anew.setattr(epilogues, "LOG2E", 1.5)
-    assert kernels_digest.kernels("forward mosaic_gpu") != before["forward mosaic_gpu"]
-    assert kernels_digest.kernels("forward triton") == before["forward triton"]
-    forget()
-    anew.setitem(configs.NARROW, 90, configs.NARROW[80])
-    assert kernels_digest.kernels("forward triton") != before["forward triton"]
+def test_a_changed_kernel_changes_it(forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced() -> list[list[str]]:
+        forget()
+        return [kernels_digest.kernels(name) for name in ("forward mosaic_gpu", "forward triton")]
+
+    mosaic, triton = traced()
+    with monkeypatch.context() as patch:
+        patch.setattr(epilogues, "LOG2E", 1.5)
+        patched_mosaic, same = traced()
+        assert patched_mosaic != mosaic
+        assert same == triton
+        patch.setitem(configs.NARROW, 90, configs.NARROW[80])
+        assert traced()[1] != triton
 
 
 def test_statements_of_a_source_count_and_words_do_not() -> None:
@@ -51,18 +53,15 @@ def test_statements_of_a_source_count_and_words_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "said"),
-    [
-        ({"kernels": "ours"}, []),
-        ({"kernels": "theirs"}, ["grid.json was measured with kernels theirs; the code's are ours"]),
-        ({}, ["grid.json was measured with kernels unknown; the code's are ours"]),
-        ({"jax": "0.0.1"}, []),
-        ({"device": "cpu"}, []),
-    ],
-)
+    ("machine", "named"),
+    [({"kernels": "ours"}, False), ({"kernels": "theirs"}, True), ({}, True), ({"jax": "0.0.1"}, False),
+     ({"device": "cpu"}, False)],
+)  # fmt: skip
 def test_files_of_this_jax_and_other_kernels_are_named(
-    machine: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
+    machine: dict[str, str], named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels_digest, "digest", lambda: "ours")
     document = {"machine": {"device": "NVIDIA H200", "jax": jax.__version__} | machine}
-    assert list(kernels_digest.outdated({"grid": document})) == said
+    theirs = machine.get("kernels", "unknown")
+    said = f"grid.json was measured with kernels {theirs}; the code's are ours"
+    assert list(kernels_digest.outdated({"grid": document})) == [said] * named

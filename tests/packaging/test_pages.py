@@ -4,6 +4,7 @@ A block whose first line is `# raises ErrorType: words` must raise that error, w
 """
 
 import builtins
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -45,12 +46,11 @@ def test_the_examples_of_a_page_run(page):
         pytest.skip("the first example needs a package that is not installed")
     namespace = {"__name__": "example"}
     for number, block in enumerate(blocks, 1):
-        code = compile(block, f"{page}, block {number}", "exec")
+        raised = contextlib.nullcontext()
         if expected := re.match(r"# raises (\w+): (.*)\n", block):
-            with pytest.raises(getattr(builtins, expected[1]), match=re.escape(expected[2])):
-                exec(code, namespace)
-        else:
-            exec(code, namespace)
+            raised = pytest.raises(getattr(builtins, expected[1]), match=re.escape(expected[2]))
+        with raised:
+            exec(compile(block, f"{page}, block {number}", "exec"), namespace)
 
 
 @pytest.mark.parametrize(("start", "section"), [pytest.param(*x, id=x[1].split("\n")[0]) for x in SECTIONS])
