@@ -10,8 +10,6 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
 _CPUS = {
     "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
     "JAX_PLATFORMS": "cpu",
@@ -28,7 +26,7 @@ def _run(section: str, *arguments: str, devices: dict[str, str] = _CPUS) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("section", "checks"), [("widest", 1), pytest.param("others", 6, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("section", "checks"), [("widest", 1), pytest.param("others", 5, marks=pytest.mark.nightly)])
 def test_every_mesh_gives_the_losses_of_one_device(section: str, checks: int) -> None:
     assert _run(section).count("passed") == checks
 
