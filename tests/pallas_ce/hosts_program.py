@@ -3,7 +3,6 @@
 Of `data=2, tensor=4` the data axis lies across the processes; with the axes laid the other way round, tensor does.
 """
 
-import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -36,22 +35,17 @@ def checks() -> Iterator[str]:
         *((layout, "in_forward", False) for layout in layouts.LAYOUTS[2:5]),
         *((layout, "recompute", True) for layout in layouts.LAYOUTS[3:4]),
     ):
-        on = across(tensor)
-        given = layouts.placed(layout, on, True)
-        step = jax.jit(layouts.gradients(functools.partial(layouts.loss, padded=True, backward=mode)))
-        same(step(*given), layouts.expected(layout.vocabulary, True))
+        step = jax.jit(layouts.with_gradients(mode, layout.vocabulary))
+        same(step(layouts.placed(layout, across(tensor))), layouts.expected(mode, layout))
         yield f"{layout.name}, {mode}, tensor across={tensor}"
     layout, on = layouts.LAYOUTS[2], across(True)
-    given = layouts.placed(layout, on, True)
 
-    def part(*args: Any) -> Any:
-        axes = MeshAxes(**layout.axes)
-        local = layouts.loss(*args, padded=True, vocabulary=layout.vocabulary, normalizer=10.0, mesh_axes=axes)
+    def part(a: Any) -> Any:
+        local = layouts.loss(a, layout.vocabulary, normalizer=10.0, mesh_axes=MeshAxes(**layout.axes))
         return jax.lax.psum(local, "data")
 
-    mapped = jax.jit(layouts.gradients(jax.shard_map(part, mesh=on, in_specs=layout.specs, out_specs=P())))
-    whole = functools.partial(layouts.loss, padded=True, implementation="reference", normalizer=10.0)
-    same(mapped(*given), layouts.gradients(whole)(*layouts.arrays(layout.vocabulary, True)))
+    mapped = layouts.differentiated(jax.shard_map(part, mesh=on, in_specs=(layout.specs,), out_specs=P()))
+    same(jax.jit(mapped)(layouts.placed(layout, on)), layouts.expected("recompute", layout, normalizer=10.0))
     yield "shard_map"
 
 

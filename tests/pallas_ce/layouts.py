@@ -1,8 +1,8 @@
-"""How calls lie on several devices, their arrays, and what one device makes of them."""
+"""Calls of named arrays, how they lie on several devices, and what one device makes of them."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,11 +11,18 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ce import LowRank, linear_cross_entropy, sampled_softmax_cross_entropy
+from pallas_ce import (
+    LowRank,
+    linear_cross_entropy,
+    linear_cross_entropy_and_gradients,
+    linear_distillation,
+    linear_log_probs,
+)
+from tests.pallas_ce.cases import DISTILLATIONS
 from tests.pallas_ce.oracle import LOW_RANK_SCALE
 
 B, T, H = 8, 8, 16
-DIFFERENTIATED = (0, 1, 2, 3, 5)
+Arrays = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +36,15 @@ class Layout:
     low_rank: bool = False
 
     @property
-    def bias(self) -> P:
-        return P(self.weight[0] if len(self.weight) else None)
-
-    @property
-    def specs(self) -> tuple[Any, ...]:
-        """Of hidden, weight, bias, scale, labels and token weights."""
-        weight = LowRank(self.weight, self.bias, P(), LOW_RANK_SCALE) if self.low_rank else self.weight
-        return self.hidden, weight, self.bias, P(), self.hidden, self.hidden
-
-    def with_term(self, low_rank: bool) -> "Layout":
-        return dataclasses.replace(self, low_rank=low_rank)
+    def specs(self) -> dict[str, Any]:
+        """By name, how each of `arrays` lies."""
+        by_entry = P(self.weight[0] if len(self.weight) else None)
+        weight = LowRank(self.weight, by_entry, P(), LOW_RANK_SCALE) if self.low_rank else self.weight
+        return {
+            **dict.fromkeys(("hidden", "labels", "token_weights", "teacher_hidden", "temperature"), self.hidden),
+            **dict.fromkeys(("bias", "teacher_bias"), by_entry),
+            "weight": weight, "teacher_weight": self.weight, "logit_scale": P(),
+        }  # fmt: skip
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -80,41 +85,129 @@ def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> Mes
     return jax.make_mesh(shape, ALL, axis_types=(kind,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
 
 
-def arrays(vocabulary: int, padded: bool, low_rank: bool = False) -> tuple[Any, ...]:
-    """hidden, weight, bias, scale, labels, token weights; with padding the last three entries do not exist."""
-    keys = jax.random.split(jax.random.key(vocabulary), 7)
-    labels = jax.random.randint(keys[3], (B, T), 0, vocabulary - 3 * padded).at[3].set(-100).at[:, 1].set(-100)
-    weights = jax.random.uniform(keys[4], (B, T))
-    hidden, weight = jax.random.normal(keys[0], (B, T, H)), jax.random.normal(keys[1], (vocabulary, H))
+def arrays(vocabulary: int, low_rank: bool = False) -> dict[str, Any]:
+    """Arrays of a call; the vocabulary's last three entries do not exist, and have NaN in the teacher."""
+    rng = np.random.default_rng(vocabulary)
+    shapes = {
+        "hidden": (B, T, H),
+        "weight": (vocabulary, H),
+        "bias": (vocabulary,),
+        "up": (vocabulary, 3),
+        "down": (3, H),
+    }
+    shapes |= {"teacher_hidden": (B, T, 24), "teacher_weight": (vocabulary, 24), "teacher_bias": (vocabulary,)}
+    found = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    found["teacher_weight"][-3:] = np.nan
+    labels = rng.integers(0, vocabulary - 3, (B, T)).astype(np.int32)
+    labels[3], labels[:, 1] = -100, -100
+    by_row = {"labels": labels, "token_weights": rng.random((B, T), np.float32)}
+    by_row["temperature"] = np.linspace(0.5, 3.0, B * T, dtype=np.float32).reshape(B, T)
+    up, down = found.pop("up"), 0.3 * found.pop("down")
     if low_rank:
-        up, down = jax.random.normal(keys[5], (vocabulary, 3)), jax.random.normal(keys[6], (3, H))
-        weight = LowRank(weight, up, 0.3 * down, LOW_RANK_SCALE)
-    return hidden, weight, jax.random.normal(keys[2], (vocabulary,)), jnp.float32(0.7), labels, weights
+        found["weight"] = LowRank(found["weight"], up, down, LOW_RANK_SCALE)
+    return found | by_row | {"logit_scale": np.float32(0.7)}
 
 
-def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
-    """The loss with a few of the classes, each row's label its largest feature."""
-    return sampled_softmax_cross_entropy(
-        hidden, weight, jnp.argmax(hidden, axis=-1), key=jax.random.key(0), num_samples=9, **options
-    )
+def _head(a: Arrays, vocabulary: int) -> dict[str, Any]:
+    return {"bias": a["bias"], "logit_scale": a["logit_scale"], "vocab_size": vocabulary - 3}
 
 
-def loss(
-    hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, token_weights: Any, *, padded: bool, **options: Any
-) -> Any:
+def loss(a: Arrays, vocabulary: int, **options: Any) -> Any:
     """Every term of the loss at once; beside a low-rank term the vocabulary's entries have scales, made of the bias."""
-    by_entry = 1 + jnp.tanh(bias) / 2 if isinstance(weight, LowRank) else None
-    vocabulary = bias.shape[0] if "vocabulary" not in options else options.pop("vocabulary")
-    classes = 0.5 + jnp.arange(vocabulary - 3 * padded) % 3
+    by_entry = 1 + jnp.tanh(a["bias"]) / 2 if isinstance(a["weight"], LowRank) else None
+    terms = {"label_smoothing": 0.1, "z_loss": 1e-2, "class_weights": 0.5 + jnp.arange(vocabulary - 3) % 3}
     return linear_cross_entropy(
-        hidden, weight, labels, bias=bias, vocab_scale=by_entry, logit_scale=scale, token_weights=token_weights,
-        class_weights=classes, label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0,
-        vocab_size=vocabulary - 3 * padded if padded else None, **options,
+        a["hidden"], a["weight"], a["labels"], token_weights=a["token_weights"], vocab_scale=by_entry,
+        logit_softcap=5.0, **_head(a, vocabulary), **terms, **options,
     )  # fmt: skip
 
 
-def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.value_and_grad(function, argnums=DIFFERENTIATED)
+def distilled(a: Arrays, vocabulary: int, **options: Any) -> Any:
+    """The loss from a wider teacher, or the sum over its rows, at a temperature for each or a given one."""
+    given = {"temperature": a["temperature"], "logit_softcap": 5.0, **_head(a, vocabulary), **options}
+    labels = a["labels"]
+    if given.get("reduction") == "none":
+        labels, given["row_mask"] = None, labels >= 0
+    found = linear_distillation(
+        a["hidden"], a["weight"], a["teacher_hidden"], a["teacher_weight"], labels, token_weights=a["token_weights"],
+        teacher_bias=a["teacher_bias"], **given,
+    )  # fmt: skip
+    return jnp.sum(found)
+
+
+def supported(a: Arrays, vocabulary: int, **options: Any) -> Any:
+    """Log-probabilities of ids of all parts, one of them twice, and padding; some without the label.
+
+    The gradients of the token weights are each row's result.
+    """
+    by_token = jax.lax.stop_gradient(a["token_weights"])
+    ids = a["labels"][..., None] + jnp.array([55, 0, 17, 7, 17, 30, 41]) + (by_token < 0.3)[..., None]
+    found = linear_log_probs(
+        a["hidden"], a["weight"], a["labels"], support=jnp.where(ids % 5 == 0, -1, ids % vocabulary),
+        temperature=a["temperature"], return_entropy=True, return_hit=True, **_head(a, vocabulary), **options,
+    )  # fmt: skip
+    by_row = jnp.where(found.in_support, found.log_probs, 0.1) + jnp.sin(found.entropy) + found.hit
+    return jnp.sum(a["token_weights"] * by_row)
+
+
+def added(a: Arrays, vocabulary: int, **options: Any) -> Any:
+    """Gradients added to sums that lie as weight and bias."""
+    given = {"label_smoothing": 0.1, "z_loss": 1e-2, "normalizer": 51.0, **_head(a, vocabulary), **options}
+    value, *found = linear_cross_entropy_and_gradients(
+        a["hidden"], a["weight"], a["labels"], 2 * a["weight"], bias_sum=2 * a["bias"], loss_scale=0.5, **given
+    )
+    return value, dict(zip(("hidden", "weight", "bias"), found, strict=True))
+
+
+def shifted(a: Arrays, vocabulary: int, **options: Any) -> Any:
+    """Labels a position later."""
+    given = {"token_weights": a["token_weights"], "shift": 1, **_head(a, vocabulary), **options}
+    return linear_cross_entropy(a["hidden"], a["weight"], a["labels"], **given)
+
+
+# By name, functions of named arrays and the vocabulary; "sums" returns gradients itself.
+CALLS: dict[str, Callable[..., Any]] = {
+    **{mode: functools.partial(loss, backward=mode) for mode in MODES},
+    **{name: functools.partial(distilled, divergence=name) for name in DISTILLATIONS},
+    "support": supported,
+    **{f"shift, {mode}": functools.partial(shifted, backward=mode) for mode in MODES},
+    **{f"sums, {mode}": functools.partial(added, backward=mode) for mode in MODES},
+}
+DIFFERENTIATED = ("hidden", "weight", "bias", "logit_scale", "token_weights")
+
+
+def differentiated(function: Callable[..., Any]) -> Callable[[Arrays], Any]:
+    """Value and gradients of a function of named arrays."""
+
+    def run(a: Arrays) -> Any:
+        return jax.value_and_grad(lambda trained: function({**a, **trained}))({x: a[x] for x in DIFFERENTIATED})
+
+    return run
+
+
+def with_gradients(name: str, vocabulary: int, **options: Any) -> Callable[[Arrays], Any]:
+    """A call's value, and its gradients by name."""
+    function = functools.partial(CALLS[name], vocabulary=vocabulary, **options)
+    return function if name.startswith("sums") else differentiated(function)
+
+
+@functools.cache
+def _expected(name: str, vocabulary: int, low_rank: bool, options: frozenset[tuple[str, Any]]) -> Any:
+    given = dict(options) | {"implementation": "reference"}
+    given |= {"backward": "auto"} if "backward" in getattr(CALLS[name], "keywords", ()) else {}
+    return jax.jit(with_gradients(name, vocabulary, **given))(arrays(vocabulary, low_rank))
+
+
+def expected(name: str, layout: Layout, **options: Any) -> Any:
+    """Value and gradients of stored logits on one device."""
+    return _expected(name, layout.vocabulary, layout.low_rank, frozenset(options.items()))
+
+
+def placed(layout: Layout, on: Mesh) -> dict[str, Any]:
+    """The arrays, laid so."""
+    whole = arrays(layout.vocabulary, layout.low_rank)
+    places = jax.tree.map(lambda spec: NamedSharding(on, spec), layout.specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(jax.device_put, whole, {name: places[name] for name in whole})
 
 
 def same(got: Any, want: Any, tolerance: float = 1e-5, floor: float = 0.0) -> None:
@@ -123,15 +216,3 @@ def same(got: Any, want: Any, tolerance: float = 1e-5, floor: float = 0.0) -> No
         atol = tolerance * float(np.max(np.abs(y), initial=floor))
         for part in x.addressable_shards:
             np.testing.assert_allclose(part.data, np.asarray(y)[part.index], rtol=tolerance, atol=atol)
-
-
-@functools.cache
-def expected(vocabulary: int, padded: bool, low_rank: bool = False) -> Any:
-    function = functools.partial(loss, padded=padded, implementation="reference")
-    return gradients(function)(*arrays(vocabulary, padded, low_rank))
-
-
-def placed(layout: Layout, on: Mesh, padded: bool) -> tuple[Any, ...]:
-    given = arrays(layout.vocabulary, padded, layout.low_rank)
-    places = jax.tree.map(lambda spec: NamedSharding(on, spec), layout.specs, is_leaf=lambda x: isinstance(x, P))
-    return tuple(jax.device_put(x, place) for x, place in zip(given, places, strict=True))

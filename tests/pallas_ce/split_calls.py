@@ -25,7 +25,7 @@ from pallas_ce.streaming.loops import varying
 from tests.pallas_ce.layouts import ALL, LAYOUTS, B, H, T, arrays, mesh, placed, same
 
 KEY = jax.random.key(0)
-HIDDEN, WEIGHT = arrays(64, False)[:2]
+HIDDEN, WEIGHT = (jnp.asarray(arrays(64)[name]) for name in ("hidden", "weight"))
 IDS = jnp.arange(B * T).reshape(B, T)
 whole = functools.partial(linear_cross_entropy, implementation="reference")
 
@@ -39,20 +39,24 @@ def test_explain_tells_the_layout_and_one_devices_gradients() -> None:
         "TP 4, FSDP 2 over H": "vocabulary over tensor, statistics merged; rows and weight over data: weight gathered",
     }
     for layout in LAYOUTS:
-        given = placed(layout, mesh(), True)[:2]
+        laid = placed(layout, mesh())
+        given = laid["hidden"], laid["weight"]
         told = explain(*given, vocab_size=layout.vocabulary - 3)
         assert words.get(layout.name, "") in told.parallelism
         assert told.gradient_bytes == sum(x.addressable_shards[0].data.nbytes for x in given)
 
 
 def test_vmap_over_rows_that_are_split() -> None:
-    hidden, weight, _, _, labels, _ = placed(LAYOUTS[3], mesh(), False)
+    laid = placed(LAYOUTS[3], mesh())
 
     def each(hidden: Any, labels: Any, **options: Any) -> Any:
-        return linear_cross_entropy(hidden, weight, labels, **options)
+        return linear_cross_entropy(hidden, laid["weight"], labels, **options)
 
-    want = jax.vmap(jax.grad(functools.partial(each, implementation="reference")))(hidden, labels)
-    same(jax.jit(jax.vmap(jax.grad(each)))(hidden, labels), want)
+    found, want = (
+        jax.jit(jax.vmap(jax.grad(functools.partial(each, **how))))(laid["hidden"], laid["labels"])
+        for how in ({}, {"implementation": "reference"})
+    )
+    same(found, want)
 
 
 ROWS, SMALL = jax.random.normal(jax.random.key(1), (8, 4, H)), jax.random.normal(KEY, (24, H))
@@ -197,9 +201,9 @@ def test_nothing_is_said_where_the_weight_is_whole_gathered_or_on_an_axis_of_one
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_jaxs_leak_check_finds_no_tracer_that_the_partitioner_holds(kind: AxisType) -> None:
     on = mesh(kind)
-    hidden, weight, _, _, labels, _ = placed(LAYOUTS[0], on, False)
+    given = [placed(LAYOUTS[0], on)[name] for name in ("hidden", "weight", "labels")]
     with jax.checking_leaks(), jax.set_mesh(on):
-        jax.block_until_ready(jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))(hidden, weight, labels))
+        jax.block_until_ready(jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))(*given))
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("tpu",)])
