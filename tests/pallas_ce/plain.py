@@ -183,7 +183,8 @@ def top_k_distillation(name: str, a: Arrays, mask: Any, *, tail: bool, beta: flo
     """`[tokens]` of those that count."""
     given = a["log_probs"][mask], jax.lax.stop_gradient(a["teacher_log_probs"])[mask]
     there = ~jnp.isneginf(given[1])
-    p, q = (_with_tail(jnp.where(there, x, -jnp.inf)) if tail else _normalised(x, there) for x in given)
+    normalised = _with_tail if tail else jax.nn.log_softmax
+    p, q = (normalised(jnp.where(there, x, -jnp.inf)) for x in given)
     if name == "jsd":
         neither = jnp.isneginf(p) & jnp.isneginf(q)
         p_part, q_part = (np.log(share) + jnp.where(neither, 0.0, x) for share, x in ((1 - beta, p), (beta, q)))
@@ -201,10 +202,6 @@ def _sum_of_kl(log_x: Any, log_y: Any) -> Any:
 def _with_tail(x: Any) -> Any:
     rest = jnp.maximum(1 - jnp.sum(jnp.exp(x), axis=-1, keepdims=True), np.finfo(np.float32).eps)
     return jnp.concatenate([x, jnp.log(rest)], axis=-1)
-
-
-def _normalised(x: Any, there: Any) -> Any:
-    return jax.nn.log_softmax(jnp.where(there, x, -jnp.inf), axis=-1)
 
 
 def advantages(groups: Any) -> Any:

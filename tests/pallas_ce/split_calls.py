@@ -71,31 +71,45 @@ def test_pmap_inside_and_outside() -> None:
     same(jax.grad(lambda w: jax.pmap(mean, in_axes=(0, None, 0))(ROWS, w, SMALL_IDS).sum())(SMALL), want)
 
 
+def of_loss(*axes: Any, vocab_size: int | None = None, **further: Any) -> Any:
+    """The cross entropy with those axes."""
+    return functools.partial(linear_cross_entropy, mesh_axes=MeshAxes(*axes, **further), vocab_size=vocab_size)
+
+
 WHOLE = r"varies over the mesh axes \[\] .*a part along \[.*'tensor'\].*MeshAxes\(\)"
+VARIES = r"weight varies over the mesh axes \['tensor'\].*vocabulary='tensor'"
+INSIDE: dict[str, Any] = {"grad": "inside"}
 
 
 @pytest.mark.parametrize(
-    ("checked", "hidden", "weight", "axes", "options", "words"),
+    ("checked", "rows", "weight", "function", "words"),
     [
-        (False, P(), P("tensor"), MeshAxes("tensor"), {}, "grad='inside'"),
-        (True, P("tensor"), P("tensor"), MeshAxes("tensor"), {}, r"hidden varies over \['tensor'\]"),
-        *((True, P(), P(), MeshAxes(*said), {}, WHOLE) for said in (("tensor",), (ALL,), ("tensor", "data"))),
-        (True, P(), P("tensor"), MeshAxes(ALL), {}, r"the mesh axes \['tensor'\] .* a part along \['data'\]"),
-        (False, P(), P(), MeshAxes("tensor", grad="inside"), {"vocab_size": 24},
+        (False, P(), P("tensor"), of_loss("tensor"), "grad='inside'"),
+        (True, P("tensor"), P("tensor"), of_loss("tensor"), r"hidden varies over \['tensor'\]"),
+        *((True, P(), P(), of_loss(*said), WHOLE) for said in (("tensor",), (ALL,), ("tensor", "data"))),
+        (True, P(), P("tensor"), of_loss(ALL), r"the mesh axes \['tensor'\] .* a part along \['data'\]"),
+        (False, P(), P(), of_loss("tensor", vocab_size=24, **INSIDE),
          r"vocab_size=24 with a weight of 24 entries, .* one of 4 parts"),
-        (True, P(), P("tensor"), MeshAxes("model"), {}, "mesh_axes names 'model'"),
-        (False, P(), P("tensor", "data"), MeshAxes("tensor", width="data", grad="inside"), {}, r"names \['data'\]"),
+        (True, P(), P("tensor"), of_loss("model"), "mesh_axes names 'model'"),
+        (False, P(), P("tensor", "data"), of_loss("tensor", width="data", **INSIDE), r"names \['data'\]"),
+        (False, P(), P("tensor"), lambda h, w, t: linear_top_k(h, w, 3, vocab_size=24).ids,
+         r"vocab_size=24 must be .* mesh_axes must tell"),
+        (True, P(), P("tensor"),
+         lambda h, w, t: linear_distillation(h, w, h, jnp.concatenate([w, w]), vocab_size=16,
+                                             mesh_axes=MeshAxes("tensor")),
+         "weight has 24 vocabulary entries over the devices and teacher_weight 48"),
+        # A weight that varies, without its axes, where the rows are the same.
+        (True, P("data"), P("tensor"), linear_cross_entropy, VARIES),
+        (True, P("data"), P("tensor"), lambda h, w, t: linear_row_statistics(h, w, t).lse, VARIES),
+        (True, P("data"), P("tensor"), lambda h, w, t: linear_top_k(h, w, 2).logits, VARIES),
+        (True, P("data"), P("tensor"), lambda h, w, t: linear_distillation(h, w, h, w), VARIES),
     ],
 )  # fmt: skip
-def test_axes_that_do_not_fit_are_refused(
-    checked: bool, hidden: P, weight: P, axes: MeshAxes, options: dict[str, Any], words: str
-) -> None:
-    def part(h: Any, w: Any, t: Any) -> Any:
-        return jax.lax.pmean(linear_cross_entropy(h, w, t, mesh_axes=axes, **options), ALL)
-
-    specs = hidden, weight, hidden
+def test_axes_that_do_not_fit_are_refused(checked: bool, rows: P, weight: P, function: Any, words: str) -> None:
+    specs = rows, weight, rows
+    part = jax.shard_map(function, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked)
     with pytest.raises(ValueError, match=words):
-        jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked)(ROWS, SMALL, SMALL_IDS)
+        part(ROWS, SMALL, SMALL_IDS)
 
 
 # Functions that split over rows only, a batch of heads, and stored logits.
@@ -116,24 +130,6 @@ def test_a_mesh_that_is_manual_in_part(name: str) -> None:
     same(got, OF_ROWS[name](HIDDEN, WEIGHT, IDS))
 
 
-def test_a_vocabulary_beyond_the_part_is_refused() -> None:
-    beyond = jax.shard_map(
-        lambda h, w: linear_top_k(h, w, 3, vocab_size=24).ids,
-        mesh=mesh(), in_specs=(P(), P("tensor")), out_specs=P(), check_vma=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"vocab_size=24 must be .* mesh_axes must tell"):
-        beyond(ROWS, SMALL)
-
-
-def test_a_teacher_of_more_entries_is_refused_where_the_vocabulary_is_split() -> None:
-    apart = jax.shard_map(
-        lambda h, w, t: linear_distillation(h, w, h, t, vocab_size=16, mesh_axes=MeshAxes("tensor")),
-        mesh=mesh(), in_specs=(P(), P("tensor"), P("tensor")), out_specs=P(),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="weight has 24 vocabulary entries over the devices and teacher_weight 48"):
-        apart(ROWS, SMALL, jnp.concatenate([SMALL, SMALL]))
-
-
 def mapped(part: Any, rows: P, split: P, on: Any = None, **options: Any) -> Any:
     """The mean over devices, of a weight that varies inside a shard_map."""
 
@@ -143,22 +139,6 @@ def mapped(part: Any, rows: P, split: P, on: Any = None, **options: Any) -> Any:
 
     function = jax.shard_map(mean_over_devices, mesh=on or mesh(), in_specs=(rows, split, rows), out_specs=P())
     return jax.jit(function)(HIDDEN, WEIGHT, IDS)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        linear_cross_entropy,
-        lambda h, w, t: linear_row_statistics(h, w, t).lse,
-        lambda h, w, t: linear_top_k(h, w, 2).logits,
-        lambda h, w, t: linear_distillation(h, w, h, w),
-    ],
-)
-def test_a_varying_weight_without_mesh_axes_is_refused_where_the_rows_are_the_same(
-    function: Any,
-) -> None:
-    with pytest.raises(ValueError, match=r"weight varies over the mesh axes \['tensor'\].*vocabulary='tensor'"):
-        mapped(function, P("data"), P("tensor"))
 
 
 def test_a_varying_weight_with_its_axes_or_a_head_for_each_device() -> None:

@@ -112,6 +112,13 @@ def left_to_lowering(function: Callable[..., Any], *arguments: Any) -> bool:
     return "platform_index" in str(jax.make_jaxpr(anew(function))(*arguments))
 
 
+def assert_served(served: set[str], function: Callable[..., Any], *arguments: Any) -> None:
+    """By those kernels on CUDA, by none on the CPU, in one trace."""
+    assert kernels_for("cuda", function, *arguments) == served
+    assert not kernels_for("cpu", function, *arguments)
+    assert left_to_lowering(function, *arguments) == bool(served)
+
+
 def loss(**options: Any) -> Callable[..., Any]:
     return jax.value_and_grad(lambda *given: linear_cross_entropy(*given, **options), argnums=(0, 1))
 
@@ -172,10 +179,7 @@ def serving(gpu: str, name: str, dtype: Any = jnp.bfloat16) -> set[str]:
 @pytest.mark.parametrize("name", CALLS)
 def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(name: str, gpu: str | None) -> None:
     """Without a GPU at hand nothing is traced twice."""
-    served = serving(gpu, name) if gpu else set[str]()
-    assert kernels_for("cuda", CALLS[name], *structs()) == served
-    assert not kernels_for("cpu", CALLS[name], *structs())
-    assert left_to_lowering(CALLS[name], *structs()) == bool(served)
+    assert_served(serving(gpu, name) if gpu else set[str](), CALLS[name], *structs())
 
 
 @pytest.mark.nightly(keep=2)
@@ -232,36 +236,31 @@ def test_one_mode_serves_both_platforms_and_the_kernels_choose_it(gpu: str) -> N
         assert "pallas_ce.recompute" not in text
 
 
+def both_heads(**options: Any) -> Callable[..., Any]:
+    return jax.grad(lambda h, w, _: linear_distillation(h, w, 2 * h, w, **options), (0, 1))
+
+
 @on_each_gpu
 @pytest.mark.parametrize(
-    ("function", "arguments"),
+    ("function", "arguments", "served"),
     [
-        (loss(dtype=jnp.float32), structs()),
-        (lambda h, w, t: linear_top_k(h, w, 5, scratch_bytes=20_000), structs()),
-        (lambda h, w, t: linear_top_k(h, w, 5), structs(v=V + 1)),
-        (lambda h, w, t: cross_entropy(h[:, :100], t), structs()),
-        (lambda h, w, t: cross_entropy(h[:3], t[:3]), structs()),
+        (loss(dtype=jnp.float32), structs(), set()),
+        (lambda h, w, t: linear_top_k(h, w, 5, scratch_bytes=20_000), structs(), set()),
+        (lambda h, w, t: linear_top_k(h, w, 5), structs(v=V + 1), set()),
+        (lambda h, w, t: cross_entropy(h[:, :100], t), structs(), set()),
+        (lambda h, w, t: cross_entropy(h[:3], t[:3]), structs(), set()),
+        pytest.param(both_heads(), structs(), {"triton"}, marks=needs_triton),
+        pytest.param(both_heads(scratch_bytes=20_000), structs(), set(), marks=needs_triton),
+        pytest.param(both_heads(teacher_dtype=jnp.float32), structs(), set(), marks=needs_triton),
     ],
-    ids=["float32", "top-k scratch", "top-k of 513 entries", "100 logits", "3 rows of logits"],
-)
-def test_what_no_kernel_can_serve_is_silently_xlas(function: Any, arguments: Any, gpu: str) -> None:
-    assert not left_to_lowering(function, *arguments)
-    assert not kernels_for("cuda", function, *arguments)
-
-
-@needs_triton
-@on_each_gpu
-@pytest.mark.parametrize(
-    ("options", "teacher", "served"),
-    [({}, {}, {"triton"}), ({"scratch_bytes": 20_000}, {}, set()), ({}, {"teacher_dtype": jnp.float32}, set())],
-    ids=["both", "scratch", "a float32 teacher"],
-)
-def test_two_heads_are_tritons_where_it_serves_both(options: Any, teacher: Any, served: set[str], gpu: str) -> None:
-    del gpu
-    program = jax.grad(lambda h, w, _: linear_distillation(h, w, 2 * h, w, **options, **teacher), (0, 1))
-    assert kernels_for("cuda", program, *structs()) == served
-    assert not kernels_for("cpu", program, *structs())
-    assert left_to_lowering(program, *structs()) == bool(served)
+    ids=["float32", "top-k scratch", "top-k of 513 entries", "100 logits", "3 rows of logits", "both heads",
+         "both heads' scratch", "a float32 teacher"],
+)  # fmt: skip
+def test_what_no_kernel_can_serve_is_silently_xlas_and_two_heads_are_tritons(
+    function: Any, arguments: Any, served: set[str], gpu: str
+) -> None:
+    """Triton serves both heads or neither."""
+    assert_served(served, function, *arguments)
 
 
 WIDE, GPT2 = structs(n=4096, h=1024, v=32768)[:2], structs(h=768, v=50257)[:2]

@@ -29,12 +29,6 @@ def gradients(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     return jax.value_and_grad(functools.partial(linear_cross_entropy, **options), (0, 1))(hidden, weight, labels)
 
 
-def test_a_loss_with_gradients_is_exported() -> None:
-    found = export.export(jax.jit(gradients), platforms=("cpu", "cuda"))(HIDDEN, WEIGHT, LABELS)
-    want = gradients(HIDDEN, WEIGHT, LABELS)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found.call(HIDDEN, WEIGHT, LABELS), want)
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -69,11 +63,13 @@ def test_the_reference_takes_symbolic_rows() -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, want)
 
 
-def test_a_fixed_batch_is_filled_up_with_ignored_rows() -> None:
-    fixed = export.export(jax.jit(gradients))(jnp.zeros((8, 5, 8)), WEIGHT, jnp.zeros((8, 5), jnp.int32))
+def test_a_fixed_batch_is_exported_and_filled_up_with_ignored_rows() -> None:
+    fixed = export.export(jax.jit(gradients), platforms=("cpu", "cuda"))(
+        jnp.zeros((8, 5, 8)), WEIGHT, jnp.zeros((8, 5), jnp.int32)
+    )
     more = ((0, 8 - HIDDEN.shape[0]), (0, 0))
     filled = jnp.pad(HIDDEN, (*more, (0, 0))), WEIGHT, jnp.pad(LABELS, more, constant_values=-100)
     loss, (of_hidden, of_weight) = fixed.call(*filled)
     found = loss, (of_hidden[: HIDDEN.shape[0]], of_weight)
     want = gradients(HIDDEN, WEIGHT, LABELS)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, want)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, want)

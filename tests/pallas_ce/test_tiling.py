@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_ce import explain, linear_cross_entropy
+from pallas_ce import explain
 from pallas_ce.backends import xla_tiling as tiling
 from pallas_ce.backends.protocol import Mode
 from pallas_ce.backends.select import Default
@@ -19,9 +19,17 @@ from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.modes.how import How, decide
 from pallas_ce.parallel.shards import Local, RowArrays, Shards
 from pallas_ce.streaming.gradient_products import NO_ARRAYS
+from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, assert_near_oracle, library_results
+from tests.pallas_ce.problems import make
 
 MODES: list[Mode | None] = [None, "in_forward", "recompute"]
 MIB = 2**20
+
+
+def _on(platform: str) -> Any:
+    """Programs are for a device of that platform."""
+    device = AbstractDevice("a model", 1, platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
 
 
 def _spec(hidden_size: int, vocab_size: int, dtype: str = "bfloat16") -> HeadSpec:
@@ -65,8 +73,7 @@ def test_plans_heed_any_budget(
 def test_few_rows_of_logits_are_rather_made_again() -> None:
     spec, budget = _spec(4096, 131072), 128 * MIB
     for platform, mode in (("cuda", "recompute"), ("cpu", "in_forward")):
-        device = AbstractDevice("a model", 1, platform)
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        with _on(platform):
             settings = decide(spec, 8192, (), scalar_loss=True, implementation="xla", scratch_bytes=budget)
         assert settings.mode == mode
         assert settings.platform == platform
@@ -84,8 +91,7 @@ def test_what_stands_in_for_the_gpus_kernels_is_planned_for_a_cpu() -> None:
 
 def test_explain_knows_the_platform_of_a_mesh() -> None:
     hidden, weight = (jax.ShapeDtypeStruct((n, 512), jnp.bfloat16) for n in (8192, 65536))
-    device = AbstractDevice("a model", 1, "tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+    with _on("tpu"):
         there = explain(hidden, weight, implementation="xla", backward="recompute")
     assert there.rows == 8192
     assert explain(hidden, weight, implementation="xla", backward="recompute").rows == (
@@ -106,33 +112,17 @@ def test_explain_knows_the_platform_of_a_mesh() -> None:
     ],
 )
 def test_an_accelerators_tiles_give_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-    platform: str,
-    backward: Any,
-    dtype: str,
-    tokens: int,
-    vocab_size: int,
+    monkeypatch: pytest.MonkeyPatch, platform: str, backward: Any, dtype: str, tokens: int, vocab_size: int,
     scratch_bytes: int | None,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(tiling, "_STEP", 8)
-    rng = np.random.default_rng(0)
-    hidden, weight = (jnp.asarray(rng.normal(size=(n, 16)), dtype) for n in (tokens, vocab_size))
-    bias = jnp.asarray(rng.normal(size=vocab_size), jnp.float32)
-    labels = jnp.asarray(np.where(np.arange(tokens) % 5 == 0, -100, rng.integers(0, vocab_size, tokens)))
-
-    def results(implementation: Any, **options: Any) -> Any:
-        def loss(*arrays: jax.Array) -> jax.Array:
-            hidden, weight, bias = arrays
-            return linear_cross_entropy(
-                hidden, weight, labels, bias=bias, z_loss=1e-2, implementation=implementation, **options
-            )
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(hidden, weight, bias)
-
-    device = AbstractDevice("a model", 1, platform)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
-        found = results("xla", backward=backward, scratch_bytes=scratch_bytes)
-    bound = 1e-5 if dtype == "float32" else 3e-3
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(results("reference")), strict=True):
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        np.testing.assert_allclose(got, want, rtol=0, atol=bound * np.max(np.abs(want)))
+    p = make(0, tokens, 16, vocab_size, scale=4.0)
+    p.arrays = {name: x.astype(dtype) for name, x in p.arrays.items()}
+    p.arrays["bias"] = np.random.default_rng(0).normal(size=vocab_size).astype(np.float32)
+    p.options = {"z_loss": 1e-2}
+    with _on(platform):
+        found = library_results(p, "xla", backward, scratch_bytes=scratch_bytes)
+    if dtype == "float32":
+        assert_near_oracle(p, found)
+    else:
+        assert_as_accurate_as_rounded_dlogits(p, found, backward)
