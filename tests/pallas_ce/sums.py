@@ -58,14 +58,9 @@ def add(p: Problem, before: dict[str, np.ndarray], loss_scale: float, **options:
     @jax.jit
     def run(arrays: dict[str, Any], before: dict[str, Any]) -> LossAndGradients:
         weight_sum = before["weight"] if p.vocab_axis == 0 else before["weight"].T
-        given = {"bias_sum": before["bias"]} if "bias" in before else {}
-
-        def of_head(hidden: Any, weight: Any, labels: Any, **others: Any) -> LossAndGradients:
-            return linear_cross_entropy_and_gradients(
-                hidden, weight, labels, weight_sum, loss_scale=loss_scale, **given, **others
-            )
-
-        found: LossAndGradients = call(of_head, p, arrays, **options)
+        given: dict[str, Any] = {"bias_sum": before["bias"]} if "bias" in before else {}
+        given |= {"weight_sum": weight_sum, "loss_scale": loss_scale}
+        found: LossAndGradients = call(linear_cross_entropy_and_gradients, p, arrays, **given, **options)
         return found if p.vocab_axis == 0 else found._replace(weight_sum=found.weight_sum.T)
 
     return run(p.arrays, before)

@@ -92,6 +92,7 @@ def test_coefficients_of_zero_stay_zero_and_infinite_ones_leave_the_others_finit
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_exponents_and_powers_are_those_of_frexp_and_ldexp(dtype: Any) -> None:
+    """The exponent of the largest finite one."""
     x = np.asarray(
         [1e-37, 0.1, np.nextafter(dtype(1), dtype(0)), 1, 1.5, 2, np.nextafter(dtype(8), dtype(9)), 8e37], dtype
     )
@@ -103,7 +104,4 @@ def test_exponents_and_powers_are_those_of_frexp_and_ldexp(dtype: Any) -> None:
         assert power_of_two(jnp.int32(-5000), np.dtype(dtype)) == np.finfo(dtype).smallest_normal
         for nothing in ([], [0], [0, np.inf, np.nan]):
             assert exponent_above(jnp.asarray(nothing, dtype)) == 1
-
-
-def test_what_is_not_finite_does_not_decide_how_the_others_fit() -> None:
-    assert exponent_above(jnp.array([3.0, -100.0, np.nan, -np.inf, np.inf])) == 7
+        assert exponent_above(jnp.asarray([3.0, -100.0, np.nan, -np.inf, np.inf], dtype)) == 7

@@ -100,23 +100,22 @@ def anew(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: function(*arguments)
 
 
-def kernels_for(platform: str, function: Callable[..., Any], *arguments: Any) -> set[str]:
-    """Traced under JAX's strictest rules for dtypes and ranks, under which a program may run."""
-    h200.needs_plugin()
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        return kernels_in(jax.jit(anew(function)).trace(*arguments).lower(lowering_platforms=(platform,)))
-
-
 def left_to_lowering(function: Callable[..., Any], *arguments: Any) -> bool:
     """Whether the program is traced by two backends; JAX raises where their results differ in type."""
     return "platform_index" in str(jax.make_jaxpr(anew(function))(*arguments))
 
 
 def assert_served(served: set[str], function: Callable[..., Any], *arguments: Any) -> None:
-    """By those kernels on CUDA, by none on the CPU, in one trace."""
-    assert kernels_for("cuda", function, *arguments) == served
-    assert not kernels_for("cpu", function, *arguments)
-    assert left_to_lowering(function, *arguments) == bool(served)
+    """By those kernels on CUDA, by none on the CPU, in one trace by two backends; by XLA in a trace by one.
+
+    Traced under JAX's strictest rules for dtypes and ranks, under which a program may run.
+    """
+    h200.needs_plugin()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(anew(function)).trace(*arguments)
+        found = [kernels_in(traced.lower(lowering_platforms=(platform,))) for platform in ("cuda", "cpu")]
+    assert found == [served, set()]
+    assert ("platform_index" in str(traced.jaxpr)) == bool(served)
 
 
 def loss(**options: Any) -> Callable[..., Any]:
@@ -364,8 +363,7 @@ def test_other_devices_keep_the_kernels_out_and_are_named(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=r"and this one is cpu; use 'xla'"):
         explain(*arguments[:2], **NAMED)
     with ambient("Tesla V100-SXM2-16GB"):
-        assert not left_to_lowering(loss(), *structs())
-        assert not kernels_for("cuda", loss(), *structs())
+        assert_served(set(), loss(), *structs())
         assert explain(*WIDE).implementation_reason == "no kernels of this library are for Tesla V100-SXM2-16GB"
         with pytest.raises(ValueError, match=r"for GPUs of compute capability 9\.0, and this one is Tesla V100"):
             explain(*WIDE, **NAMED)
@@ -459,7 +457,8 @@ def test_the_first_default_call_on_an_architecture_that_it_was_never_run_on_tell
 def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Triton is not installed, or in a version that does not work; yields the message."""
     if request.param == "missing":
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
         yield "it needs the package triton: pip install 'triton>=3.6,<3.10'"
     else:
         monkeypatch.setattr(packages, "_version", lambda name: request.param)
@@ -470,11 +469,11 @@ def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_triton_that_works_xla_serves_and_one_warning_tells_what_to_install(gpu: str, unusable: str) -> None:
     """A call that Triton would not serve anyway is no reason to install it."""
     for function in (lambda h, w, t: linear_top_k(h, w, 5), loss(dtype=jnp.float32)):
-        assert not kernels_for("cuda", function, *structs())
+        assert_served(set(), function, *structs())
     expected = f"implementation='triton' is for {AMPERE}, but {unusable}; 'xla' serves instead"
     with pytest.warns(UserWarning, match=re.escape(expected)):
         explanation = explain(*structs())
-    assert not kernels_for("cuda", loss(), *structs())  # a second warning would be an error
+    assert_served(set(), loss(), *structs())  # a second warning would be an error
     assert explanation.implementation == "xla"
     assert explanation.implementation_reason == f"not triton: {unusable}"
     with pytest.raises(ValueError, match=re.escape(f"'triton' cannot serve this call: {unusable}")):
