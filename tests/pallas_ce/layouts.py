@@ -192,15 +192,11 @@ def with_gradients(name: str, vocabulary: int, **options: Any) -> Callable[[Arra
 
 
 @functools.cache
-def _expected(name: str, vocabulary: int, low_rank: bool, options: frozenset[tuple[str, Any]]) -> Any:
-    given = dict(options) | {"implementation": "reference"}
+def expected(name: str, vocabulary: int, low_rank: bool = False, **options: Any) -> Any:
+    """Value and gradients of stored logits on one device."""
+    given = {"implementation": "reference", **options}
     given |= {"backward": "auto"} if "backward" in getattr(CALLS[name], "keywords", ()) else {}
     return jax.jit(with_gradients(name, vocabulary, **given))(arrays(vocabulary, low_rank))
-
-
-def expected(name: str, layout: Layout, **options: Any) -> Any:
-    """Value and gradients of stored logits on one device."""
-    return _expected(name, layout.vocabulary, layout.low_rank, frozenset(options.items()))
 
 
 def placed(layout: Layout, on: Mesh) -> dict[str, Any]:

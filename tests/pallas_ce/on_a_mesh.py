@@ -27,8 +27,14 @@ from pallas_ce import (
 from tests.pallas_ce import spoilt
 from tests.pallas_ce.cases import BY_ROW, CASES, HEADS, SERVED, TEMPERED, Sizes, total
 from tests.pallas_ce.checks import assert_near_oracle, library_results
-from tests.pallas_ce.layouts import LAYOUTS, flat, mesh, same
+from tests.pallas_ce.layouts import LAYOUTS, Layout, flat, mesh, same
 from tests.pallas_ce.problems import Problem, problems
+
+
+def by_name(layout: Layout) -> dict[str, P]:
+    """How arrays of a call lie whose rows have one dimension."""
+    specs = dataclasses.replace(layout, hidden=P(flat(layout.hidden))).specs
+    return specs | {"row_input": specs["hidden"], **dict.fromkeys(("up", "vocab_scale"), specs["bias"])}
 
 
 @hypothesis.given(
@@ -38,10 +44,7 @@ from tests.pallas_ce.problems import Problem, problems
 )
 def test_any_options_split_over_a_mesh(p: Problem, layout: Any, backward: str) -> None:
     """Rows, vocabulary and width, as the parallelisms of training split them."""
-    rows = P(flat(layout.hidden))
-    specs = {"hidden": rows, "weight": layout.weight, "token_weights": rows}
-    specs |= dict.fromkeys(("up", "bias", "vocab_scale"), layout.bias)
-    on = mesh(shape=(2, 2))
+    specs, on = by_name(layout), mesh(shape=(2, 2))
     p.arrays = {name: jax.device_put(x, NamedSharding(on, specs.get(name, P()))) for name, x in p.arrays.items()}
     assert_near_oracle(p, library_results(p, "xla", backward))
 
@@ -282,11 +285,7 @@ SPREAD = [
 
 @hypothesis.given(case=st.sampled_from(SPREAD), layout=st.sampled_from(LAYOUTS), seed=st.integers(0, 2**16))
 def test_what_is_not_finite_on_a_mesh_is_where_plain_jax_has_it(case: Any, layout: Any, seed: int) -> None:
-    name, way = case
-    rows = P(flat(layout.hidden))
-    by_row = dict.fromkeys(("hidden", "teacher_hidden", "token_weights", "temperature", "row_input"), rows)
-    specs = {**by_row, **dict.fromkeys(("weight", "teacher_weight"), layout.weight), "bias": layout.bias}
-    on = mesh(shape=(2, 2))
+    (name, way), specs, on = case, by_name(layout), mesh(shape=(2, 2))
 
     def put(name: str, x: Any) -> Any:
         spec = specs.get(name, P())
