@@ -66,20 +66,12 @@ gpu_device_info {
 _NUMBERS = itertools.count()
 
 
-class Report(NamedTuple):
-    """What the assembler said of the Mosaic kernels in a program.
+class Compiled(NamedTuple):
+    """A program: its text, its memory, and how many Mosaic kernels were assembled for it."""
 
-    Attributes:
-        kernels: how many there were.
-        spilled_bytes: bytes stored or loaded because registers ran out, over all kernels.
-        serialised: whether asynchronous products were made to wait for each other.
-        linked: whether they were assembled by nvJitLink, as the newest jax does where that is installed.
-    """
-
+    text: str
+    memory: Any
     kernels: int
-    spilled_bytes: int
-    serialised: bool
-    linked: bool
 
 
 def needs_plugin() -> None:
@@ -120,8 +112,8 @@ def compile_for_h200(
     *arguments: Any,
     donate_argnums: int | tuple[int, ...] = (),
     options: Mapping[str, Any] | None = None,
-) -> tuple[Any, Report]:
-    """The program compiled for the arguments' devices, with XLA's options, and the report on its kernels.
+) -> tuple[Any, str]:
+    """The program compiled for the arguments' devices, with XLA's options, and what the assembler said of its kernels.
 
     No result of our kernels that takes an operand's memory is fused with a slice, where it would be lost.
     """
@@ -134,32 +126,20 @@ def compile_for_h200(
         log.seek(0)
         said = log.read().decode(errors="replace")
     in_place = r"(mosaic_gpu|triton_kernel)\w*\".*output_to_operand_aliasing"
-    assert not [fusion for fusion in _slice_fusions(compiled) if re.search(in_place, fusion)]
-    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
-    return compiled, Report(
-        len(re.findall(r"Compiling entry function", said)),
-        spilled,
-        bool(re.search(r"wgmma.*serialized due to", said)),
-        bool(re.search(r"^info +: used", said, re.MULTILINE)),
-    )
+    assert not [fusion for fusion in _slice_fusions(compiled.as_text()) if re.search(in_place, fusion)]
+    return compiled, said
 
 
-class Compiled(NamedTuple):
-    """A program: its text, its memory, and how many kernels were assembled for it."""
-
-    text: str
-    memory: Any
-    kernels: int
-
-
-def clean(function: Callable[..., Any], *arguments: Any) -> Compiled:
+def clean(function: Callable[..., Any], *arguments: Any, donate_argnums: int | tuple[int, ...] = ()) -> Compiled:
     """The function compiled, of whose kernels none spills registers or waits for each product."""
-    program, report = compile_for_h200(function, *arguments)
-    assert report.kernels >= 1
-    assert report.spilled_bytes == 0
-    assert not report.serialised
-    assert report.linked == (jax.__version_info__ >= (0, 12)), "nvJitLink assembles kernels from jax 0.12 on"
-    return Compiled(program.as_text(), program.memory_analysis(), report.kernels)
+    program, said = compile_for_h200(function, *arguments, donate_argnums=donate_argnums)
+    kernels = said.count("Compiling entry function")
+    assert kernels >= 1
+    assert not re.search(r"[1-9]\d* bytes spill (?:stores|loads)", said)
+    assert not re.search(r"wgmma.*serialized due to", said)
+    linked = re.search(r"^info +: used", said, re.MULTILINE) is not None
+    assert linked == (jax.__version_info__ >= (0, 12)), "nvJitLink assembles kernels from jax 0.12 on"
+    return Compiled(program.as_text(), program.memory_analysis(), kernels)
 
 
 def lower_for_h200(jitted: Any, *arguments: Any) -> Any:
@@ -171,23 +151,23 @@ def lower_for_h200(jitted: Any, *arguments: Any) -> Any:
         return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-def slices_of_kernels(compiled: Any) -> list[str]:
-    """The slices, but for those at an array's beginning, that Mosaic's and cuBLAS's kernels read or write in place.
+def slices_of_kernels(text: str) -> list[str]:
+    """A program's slices that Mosaic's and cuBLAS's kernels read or write in place, but for an array's beginning.
 
     XLA fuses them with the kernel, whatever their addresses. Of those that cuBLAS takes only parts of vectors count:
     rows of a matrix are as well aligned as they are long, and by their length it chooses what it does.
     """
     found = []
-    for fusion in _slice_fusions(compiled):
+    for fusion in _slice_fusions(text):
         of_rows = r" dynamic-(update-)?slice\(| slice\(.*slice={\[[1-9]"
         kinds = of_rows if "mosaic_gpu" in fusion else r" slice\(.*slice={\[[1-9]\d*:\d+\]}"
         found += [line for line in fusion.splitlines() if re.search(kinds, line)]
     return found
 
 
-def _slice_fusions(compiled: Any) -> list[str]:
+def _slice_fusions(text: str) -> list[str]:
     """XLA's fusions of a kernel with slices that it reads or writes in place."""
-    return re.findall(r"^%dynamic-slice-fusion.*?^}", compiled.as_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^%dynamic-slice-fusion.*?^}", text, re.MULTILINE | re.DOTALL)
 
 
 def _numbered(_: str) -> None:

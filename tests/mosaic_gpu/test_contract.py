@@ -17,16 +17,13 @@ MODES = ["recompute", "in_forward"]
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.slow]
 
 
-@hypothesis.settings(
-    max_examples=max(2, hypothesis.settings.default.max_examples // 4),
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+@hypothesis.settings(max_examples=2, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(p=narrow_problems().map(readable), **ANY_CALL)
 def test_any_options(p: Problem, **how: Any) -> None:
     assert_any_options("mosaic_gpu", p, **how)
 
 
-SMALL = Sizes(rows=70, width=64, classes=201, padded=208, dtype="bfloat16", scratch_bytes=None)
+SMALL = Sizes(rows=70, width=64, classes=131, padded=136, dtype="bfloat16", scratch_bytes=None)
 # Temperatures of each row are none of the kernels'.
 SPOILT = [
     (name, backward, tuple(x for x in CASES[name].inputs if x != "temperature"))
@@ -42,5 +39,5 @@ SPOILT = [
 )
 def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, backward: str, inputs: tuple[str, ...]) -> None:
     case = CASES[name].without("temperature")
-    for seed, only in itertools.product(range(4), inputs):
+    for seed, only in itertools.product(range(2), inputs):
         spoilt.check(case, SMALL, ("mosaic_gpu", backward), seed, [only])

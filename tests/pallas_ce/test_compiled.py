@@ -43,12 +43,17 @@ def _largest_new_array(text: str, parameters: set[int]) -> int:
     return max(sizes - parameters)
 
 
+def _used(compiled: Any) -> int:
+    """Bytes of results and of what a program takes beside them."""
+    memory = compiled.memory_analysis()
+    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+
+
 def _check(compiled: Any, arguments: Any, needed: tuple[str, ...], **options: Any) -> None:
     hidden, weight, _ = arguments
     (n, h), v, dtype = hidden.shape, weight.shape[0], weight.dtype
     told = explain(hidden, weight, differentiate=needed, **options)
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    used = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    used, text = _used(compiled), compiled.as_text()
     assert 0.4 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
     if options["implementation"] == "reference":
         return
@@ -67,7 +72,7 @@ def _check(compiled: Any, arguments: Any, needed: tuple[str, ...], **options: An
     assert used <= told.peak_bytes - shared + n * h
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 @pytest.mark.parametrize(
     ("shape", "dtype", "scratch_bytes"),
@@ -117,9 +122,8 @@ def test_the_gradient_of_a_vocab_scale_stays_within_the_scratch() -> None:
         return linear_cross_entropy(hidden, weight, labels, vocab_scale=scale, **options)
 
     compiled, _ = h200.compile_for_h200(jax.grad(loss, argnums=(0, 1)), hidden, scale, weight, labels)
-    memory = compiled.memory_analysis()
     told = explain(hidden, weight, vocab_scale=scale, differentiate=("hidden", "vocab_scale"), **options)
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.1 * told.peak_bytes
+    assert _used(compiled) <= 1.1 * told.peak_bytes
 
 
 @pytest.mark.nightly(keep=1)
@@ -146,7 +150,7 @@ def test_gradients_stacked_by_a_loop_are_copied(implementation: Any, name: str, 
     program: Any = jax.value_and_grad(total, (0, 1))
     if name == "stored logits":
         program, shapes = of_logits, [((3, 8192, 131072), jnp.bfloat16), ((3, 8192), jnp.int32)]
-    slices = h200.slices_of_kernels(h200.compile_for_h200(program, *h200.arrays(*shapes))[0])
+    slices = h200.slices_of_kernels(h200.compile_for_h200(program, *h200.arrays(*shapes))[0].as_text())
     # Of the stored logits a kernel reads a slice.
     assert not [x for x in slices if name != "stored logits" or " dynamic-update-slice(" in x]
 
@@ -156,9 +160,8 @@ def test_gradients_stacked_by_a_loop_are_copied(implementation: Any, name: str, 
 def test_few_ragged_tiles_on_an_h200_are_not_alive_together(backward: Any, needed: tuple[str, ...]) -> None:
     arguments = h200.arrays(*_arguments((2048, 1024, 151936), jnp.bfloat16))
     options = {"implementation": "xla", "backward": backward}
-    memory = h200.compile_for_h200(_function(needed, **options), *arguments)[0].memory_analysis()
-    told = explain(*arguments[:2], differentiate=needed, **options)
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.05 * told.peak_bytes
+    compiled, _ = h200.compile_for_h200(_function(needed, **options), *arguments)
+    assert _used(compiled) <= 1.05 * explain(*arguments[:2], differentiate=needed, **options).peak_bytes
 
 
 @pytest.mark.nightly
@@ -199,23 +202,25 @@ def test_a_ragged_tiles_share_of_the_weights_gradient_is_added_in_place_on_an_h2
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
-@pytest.mark.parametrize(("backward", "needed"), MODES)
+@pytest.mark.parametrize(
+    ("implementation", "backward", "needed"),
+    [("mosaic_gpu", *MODES[0]), ("triton", *MODES[2]), ("triton", *MODES[3]), ("xla", *MODES[2])],
+)
 def test_a_wide_weights_copy_is_part_of_the_peak(backward: Any, needed: tuple[str, ...], implementation: Any) -> None:
     """A float32 master weight, which kernels read as a copy in the compute dtype, and XLA tile by tile."""
     hidden, weight, labels = _arguments((8192, 1024, 65536), jnp.bfloat16)
     given = h200.arrays(hidden, weight.update(dtype=jnp.float32), labels)
     options = {"implementation": implementation, "backward": backward, "dtype": jnp.bfloat16}
-    memory = h200.compile_for_h200(_function(needed, **options), *given)[0].memory_analysis()
+    used = _used(h200.compile_for_h200(_function(needed, **options), *given)[0])
     told = explain(*given[:2], differentiate=needed, **options)
     assert told.weight_copy_bytes == (0 if implementation == "xla" else 2 * 65536 * 1024)
-    used = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert 0.5 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
-@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize(
+    ("implementation", "backward"), [("mosaic_gpu", "recompute"), ("triton", "in_forward"), ("xla", "recompute")]
+)
 def test_a_deterministic_program_for_an_h200_sorts_nothing(backward: Any, implementation: Any) -> None:
     """XLA sorts all entries of a scatter, unless it knows that none is written twice."""
     arguments = h200.arrays(*_arguments((16384, 768, 32768), jnp.bfloat16))
