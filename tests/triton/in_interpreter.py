@@ -4,8 +4,9 @@ Other backends share the drawn problems and most tests.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hypothesis
@@ -28,29 +29,34 @@ from tests.pallas_ce import (
     test_not_finite,
 )
 from tests.pallas_ce.cases import CASES, DISTILLATIONS, Sizes
-from tests.pallas_ce.checks import (
-    assert_near_oracle,
-    call,
-    library_results,
-)
+from tests.pallas_ce.checks import assert_near_oracle, call, library_results
 from tests.pallas_ce.problems import LOGIT_OPTIONS, Problem, make, narrow_problems, problems
 from tests.pallas_ce.sums import ANY_CALL, assert_any_options
 from tests.triton import interpreted
 
-MODES = ["recompute", "in_forward"]
-both_modes = pytest.mark.parametrize("backward", MODES)
+MODES = ["in_forward", "recompute"]
+TILES = {"pointers": interpreted.SMALL, "descriptors": interpreted.FLATTENED}
 few = hypothesis.settings(
     max_examples=max(1, hypothesis.settings.default.max_examples // 4),
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 
 
-@pytest.fixture(params=[interpreted.SMALL, interpreted.FLATTENED], ids=["pointers", "descriptors"], autouse=True)
+@pytest.fixture(params=TILES, autouse=True)
 def tiles(request: pytest.FixtureRequest) -> Iterator[Config]:
     with pytest.MonkeyPatch.context() as patch:
-        interpreted.install(patch, request.param)
+        interpreted.install(patch, TILES[request.param])
         jax.clear_caches()
-        yield request.param
+        yield TILES[request.param]
+
+
+def in_turn(names: str, cases: Iterable[Any], nightly: Iterable[Any] = ()) -> pytest.MarkDecorator:
+    """Parametrises a test by cases and more of the nightly run, each with one kind of tiles, in turn."""
+    quick, every = ([(*case, kind) for case, kind in zip(x, itertools.cycle(TILES))] for x in (cases, nightly))
+    return pytest.mark.parametrize(f"{names},tiles", kernel_cases.nightly_but_for(quick, every), indirect=["tiles"])
+
+
+each_mode = in_turn("backward", zip(MODES))
 
 
 @pytest.fixture
@@ -62,7 +68,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@both_modes
+@each_mode
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(p=problems())
 def test_loss_and_gradients_match_the_oracle(p: Problem, backward: Any) -> None:
@@ -75,16 +81,19 @@ def test_any_options_in_float16(p: Problem, **how: Any) -> None:
     assert_any_options("triton", p, **how)
 
 
-@pytest.mark.nightly(keep=1)
-def test_statistics_and_any_cotangents_match_the_oracle() -> None:
-    """K labels, temperatures of every kind, masked rows and a given u among them."""
-    test_contract.test_statistics_and_any_cotangents_match_the_oracle(implementation="triton")
+OF_OTHERS = [
+    # K labels, temperatures of every kind, masked rows and a given u among them.
+    (test_contract.test_statistics_and_any_cotangents_match_the_oracle, {}),
+    (test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle, {"backward": "recompute"}),
+    (test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle, {"backward": "in_forward"}),
+    (test_distillation.test_parts_that_processes_hold_match_the_definition_in_float64, {}),
+]
 
 
-@pytest.mark.nightly(keep=1)
-@both_modes
-def test_a_summed_loss_of_any_statistics_matches_the_oracle(backward: Any) -> None:
-    test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle(implementation="triton", backward=backward)
+@pytest.mark.nightly(keep=2)
+@in_turn("test,options", OF_OTHERS)
+def test_what_is_drawn_for_every_backend(test: Any, options: dict[str, Any]) -> None:
+    test(implementation="triton", **options)
 
 
 @pytest.mark.nightly(keep=1)
@@ -100,8 +109,7 @@ def test_divergences_of_two_heads_match_the_definition(tiles: Config, monkeypatc
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("scratch_bytes", [None, 60_000])
-@pytest.mark.parametrize("divergence", DISTILLATIONS)
+@in_turn("scratch_bytes,divergence", itertools.product([None, 60_000], DISTILLATIONS))
 def test_stored_logits_are_as_accurate_as_half_of_their_bits_need(
     divergence: Any, scratch_bytes: int | None, launched: list[str]
 ) -> None:
@@ -112,28 +120,22 @@ def test_stored_logits_are_as_accurate_as_half_of_their_bits_need(
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("side", ["hidden", "teacher_hidden"])
-@pytest.mark.parametrize("divergence", DISTILLATIONS)
+@in_turn("side,divergence", itertools.product(["hidden", "teacher_hidden"], DISTILLATIONS))
 def test_a_row_with_a_nan_is_nan_in_every_gradient(divergence: Any, side: str) -> None:
     test_not_finite.test_a_row_with_a_nan_is_nan_in_every_gradient_and_the_others_are_what_they_were(
         divergence, "triton", side
     )
 
 
-@pytest.mark.nightly(keep=1)
-def test_parts_of_two_heads_match_the_definition() -> None:
-    test_distillation.test_parts_that_processes_hold_match_the_definition_in_float64(implementation="triton")
-
-
 QUICK = [
     ("every option", "in_forward"),
     ("wide tiles", "statistics"),
-    ("parts of a shard", "recompute"),
     ("parts added to a sum", "recompute"),
+    ("parts of a shard", "recompute"),
 ]
 
 
-@pytest.mark.parametrize(("name", "mode"), kernel_cases.nightly_but_for(QUICK, kernel_cases.SMALL))
+@in_turn("name,mode", QUICK, nightly=kernel_cases.SMALL)
 def test_the_loss_and_its_gradients(
     name: str, mode: Any, tiles: Config, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +159,7 @@ def test_entries_of_minus_infinity_and_ties() -> None:
 
 
 @pytest.mark.nightly(keep=1)
-@both_modes
+@each_mode
 def test_the_same_inputs_give_the_same_bits_however_many_programs_share_the_tiles(
     tiles: Config, backward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +213,7 @@ SPOILT = [
 ] + [(f"linear_distillation, {divergence}", ("triton", "")) for divergence in DISTILLATIONS]
 
 
-@pytest.mark.parametrize(("name", "way"), SPOILT)
+@in_turn("name,way", SPOILT)
 @few
 @hypothesis.given(seed=st.integers(0, 2**16), dtype=st.sampled_from(["float16", "float32"]))
 def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, way: Any, seed: int, dtype: str) -> None:
@@ -219,6 +221,6 @@ def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, way: Any, seed:
     spoilt.check(CASES[name], s, way, seed)
 
 
-@both_modes
+@each_mode
 def test_a_capped_row_at_a_temperature_that_does_not_count_has_gradients_of_zero(backward: Any) -> None:
     test_edge_cases.assert_no_row_gives_gradients_of_zero("triton", backward, jnp.float16)

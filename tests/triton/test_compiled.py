@@ -62,6 +62,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     binding.compiled.cache_clear()
 
 
+def launched(run: Any, *given: Any) -> binding.Kernel:
+    """The one kernel of a function."""
+    calls = jax.make_jaxpr(run)(*given).jaxpr.eqns
+    (kernel,) = [call.params["kernel"] for call in calls if call.primitive is binding._call_p]
+    return kernel
+
+
 def kernel_of(use: str, options: str, axis: int, dtype: Any, columns: int, precision: Any) -> binding.Kernel:
     """The kernel that a call of this kind launches at 1000 × `columns`, H 4096."""
     rows, size, given = 1000, 4096, OPTIONS[options]
@@ -99,9 +106,7 @@ def kernel_of(use: str, options: str, axis: int, dtype: Any, columns: int, preci
         coefficients = coefficients._replace(target=None, argmax=None)
         return launch.dlogits(head, batch, Gradient(coefficients, vector))
 
-    calls = jax.make_jaxpr(run)(head, batch, coefficients, vector).jaxpr.eqns
-    (kernel,) = [call.params["kernel"] for call in calls if call.primitive is binding._call_p]
-    return kernel
+    return launched(run, head, batch, coefficients, vector)
 
 
 def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
@@ -113,17 +118,12 @@ def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
     dlogits, hidden = (jax.ShapeDtypeStruct((rows, of), jnp.bfloat16) for of in (columns, size))
 
     def run(head: Head, dlogits: Any, hidden: Any, total: Any, start: Any, scale: Any) -> Any:
-        if use == "for hidden":
-            return launch.product(head, dlogits, total, start, None)
-        return launch.product(head, dlogits, total, start, None, hidden, scale)
+        further = () if use == "for hidden" else (hidden, scale)
+        return launch.product(head, dlogits, total, start, None, *further)
 
-    total = (
-        jax.ShapeDtypeStruct((rows, size), jnp.float32) if use == "for hidden" else jax.ShapeDtypeStruct(shape, dtype)
-    )
+    total = jax.ShapeDtypeStruct((rows, size) if use == "for hidden" else shape, dtype)
     start, scale = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-    calls = jax.make_jaxpr(run)(head, dlogits, hidden, total, start, scale).jaxpr.eqns
-    (kernel,) = [call.params["kernel"] for call in calls if call.primitive is binding._call_p]
-    return kernel
+    return launched(run, head, dlogits, hidden, total, start, scale)
 
 
 def spilled(built: Any, capability: int, folder: Path) -> int:

@@ -12,9 +12,13 @@ CONTRACT = Path(__file__).with_name("in_interpreter.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "marked", ["not nightly and not drawn", pytest.param("nightly or drawn", marks=pytest.mark.nightly)]
+    ("marked", "tiles"),
+    [
+        ("not nightly and not drawn", ""),
+        *(pytest.param("nightly or drawn", tiles, marks=pytest.mark.nightly) for tiles in ("pointers", "descriptors")),
+    ],
 )
-def test_the_contract_holds_in_the_interpreter(marked: str) -> None:
+def test_the_contract_holds_in_the_interpreter(marked: str, tiles: str) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(CONTRACT)]
@@ -23,6 +27,6 @@ def test_the_contract_holds_in_the_interpreter(marked: str) -> None:
     environment |= {"TRITON_INTERPRET": "1"}
     root = CONTRACT.parents[2]
     done = subprocess.run(
-        [*command, "-m", marked], env=environment, cwd=root, capture_output=True, text=True, check=False
+        [*command, "-m", marked, "-k", tiles], env=environment, cwd=root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

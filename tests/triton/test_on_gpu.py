@@ -8,14 +8,13 @@ from typing import Any
 
 import hypothesis
 import jax
-import numpy as np
 import pytest
 
 from pallas_ce import linear_distillation
 from pallas_ce.backends.triton import binding, configs
 from tests.pallas_ce import test_distillation
 from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, assert_near_oracle, library_results
-from tests.pallas_ce.kernel_cases import BFLOAT16
+from tests.pallas_ce.kernel_cases import BFLOAT16, assert_same_bits
 from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
 from tests.pallas_ce.streamed import two_heads
 from tests.pallas_ce.sums import LOSS_SCALES, ON_GPU, PARTS, assert_adds, drawn_in_parts
@@ -60,10 +59,7 @@ def test_launches_in_a_captured_graph_give_the_same_bits_each_time(backward: Any
     """From the second call on XLA replays a CUDA graph, which may hold no allocation."""
     p = narrow(make(1, 3000, 256, 20000, vocab_axis=axis))
     assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
-    run = jax.jit(lambda: library_results(p, "triton", backward, scratch_bytes=2**24))
-    first, *others = (jax.tree.map(np.asarray, run()) for _ in range(5))
-    for other in others:
-        assert all(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(other)))
+    assert_same_bits(jax.jit(lambda: library_results(p, "triton", backward, scratch_bytes=2**24)))
 
 
 @pytest.mark.parametrize("divergence", test_distillation.DIVERGENCES)
@@ -82,9 +78,7 @@ def test_divergences_have_the_same_bits_each_time(divergence: Any) -> None:
     given = two_heads(0, 3000, 256, 20000, teacher_h=512)
     arrays = {name: x.astype(BFLOAT16) for name, x in given.items()}
     run = jax.jit(jax.grad(lambda a: linear_distillation(**a, divergence=divergence, implementation="triton")))
-    first, *others = (jax.tree.map(np.asarray, run(arrays)) for _ in range(5))
-    for other in others:
-        assert all(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(other)))
+    assert_same_bits(lambda: run(arrays))
 
 
 def test_the_table_has_this_gpu() -> None:
