@@ -7,7 +7,7 @@ and keeps O(tokens). The backward takes one more, beside the student's two produ
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, override
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from pallas_ce.parallel.shards import Local, RowArrays, Shards, psum
 from pallas_ce.statistics import divergences as pairs
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
-from pallas_ce.statistics.logits import Distances
+from pallas_ce.statistics.logits import Distances, present
 from pallas_ce.statistics.row import spread
 from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.gradient_products import (
@@ -41,15 +41,10 @@ from pallas_ce.streaming.tiles import Columns, Tile, Tiles
 
 
 class Teacher(NamedTuple):
-    """What the student is held against, all constants.
+    """What the student is held against, all constants."""
 
-    Attributes:
-        hidden: `[..., H_t]`.
-        head: the teacher's, with the student's vocabulary.
-    """
-
-    hidden: jax.Array
-    head: Head
+    hidden: jax.Array  # `[..., H_t]`
+    head: Head  # with the student's vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +98,12 @@ def _of_both(pair: Pair, operation: Callable[..., Any], operands: Operands) -> O
     return streamed(pair.how, functools.partial(operation, pair.divergence), whole_head=not alike)
 
 
-# What "jsd" adds up over the columns, see `divergences.mixture_sums`.
-Sums = tuple[jax.Array, jax.Array]
-
-
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block's rows of both heads, and the columns that the device has of them; logits by XLA, tile by tile."""
+    """A block's rows of both heads, and the columns that the device has of them.
+
+    XLA makes the logits tile by tile. Kernels, if there are any, store them; of all columns they are made once.
+    """
 
     divergence: Divergence
     batch: Batch
@@ -117,6 +111,8 @@ class Block:
     head: Head
     teacher: Head
     tiles: Tiles
+    kernels: Pairs | None
+    filled: jax.Array | None  # `[]`: rows from there on are undefined where kernels store logits
 
     def logits(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
         """Both heads' logits `[n, c]` over their temperature, in the student's accumulator dtype."""
@@ -126,48 +122,36 @@ class Block:
             student, teacher = jnp.where(tile.valid, student, 0.0), jnp.where(tile.valid, teacher, 0.0)
         return tempered(student, self.batch.inverse_temperature), tempered(teacher, self.batch.inverse_temperature)
 
-    def partial(self) -> PairPartial:
-        """The statistics of these columns."""
-
-        def part(tile: Tile) -> PairPartial:
-            return pairs.partial_of_tiles(self.divergence, *self.logits(tile), tile.columns, tile.valid)
-
-        return self.tiles.fold(part, functools.partial(pairs.merge_pairs, self.divergence))
-
-    def mixture_sums(self, found: PairStatistics) -> Sums:
-        """The sums of "jsd" over these columns; `found` has the whole rows' normalisers."""
-
-        def part(tile: Tile) -> Sums:
-            return pairs.mixture_sums(self.divergence, *found.log_probs(self.logits(tile), tile.valid))
-
-        return self.tiles.fold(part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredBlock(Block):
-    """The logits by kernels, which store them; of all columns they are made once."""
-
-    kernels: Pairs
-    filled: jax.Array | None  # `[]`: rows from there on are undefined
-
     def stored(self, part: Columns | None = None) -> tuple[Distances, Distances]:
-        """Both heads' logits over their temperature."""
+        """Both heads' logits over their temperature, by kernels."""
         inverse, batch = self.batch.inverse_temperature, self.batch._replace(inverse_temperature=None)
         batches = batch, self.teacher_batch
-        student, teacher = self.kernels.logits((self.head, self.teacher), batches, part, self.filled)
+        student, teacher = present(self.kernels).logits((self.head, self.teacher), batches, part, self.filled)
         return student.times(inverse), teacher.times(inverse)
 
     @functools.cached_property
     def _all(self) -> tuple[Distances, Distances]:
         return self.stored()
 
-    @override
     def partial(self) -> PairPartial:
-        return pairs.partial_of_distances(self.divergence, *self._all)
+        """The statistics of these columns."""
+        if self.kernels is not None:
+            return pairs.partial_of_distances(self.divergence, *self._all)
 
-    @override
-    def mixture_sums(self, found: PairStatistics) -> Sums:
-        return pairs.mixture_sums(self.divergence, *found.log_probs(self._all, None))
+        def part(tile: Tile) -> PairPartial:
+            return pairs.partial_of_tiles(self.divergence, *self.logits(tile), tile.columns, tile.valid)
+
+        return self.tiles.fold(part, functools.partial(pairs.merge_pairs, self.divergence))
+
+    def mixture_sums(self, found: PairStatistics) -> tuple[jax.Array, jax.Array]:
+        """`divergences.mixture_sums` over these columns; `found` has the whole rows' normalisers."""
+        if self.kernels is not None:
+            return pairs.mixture_sums(self.divergence, *found.log_probs(self._all, None))
+
+        def part(tile: Tile) -> tuple[jax.Array, jax.Array]:
+            return pairs.mixture_sums(self.divergence, *found.log_probs(self.logits(tile), tile.valid))
+
+        return self.tiles.fold(part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
 
 
 def _block(
@@ -175,11 +159,9 @@ def _block(
 ) -> Block:
     """From rows with the teacher's hidden states first among the others, and the device's columns of both heads."""
     head, teacher = heads
-    of_teacher = teacher.with_low(Batch(rows.more[0]))
+    batches = rows.batch, teacher.with_low(Batch(rows.more[0]))
     tiles = Tiles(head.spec.vocab_size, plan.columns, head.valid_columns)
-    given = divergence, rows.batch, of_teacher, head, teacher, tiles
-    kernels = how.backend.pairs
-    return Block(*given) if kernels is None else StoredBlock(*given, kernels, filled)
+    return Block(divergence, *batches, head, teacher, tiles, how.backend.pairs, filled)
 
 
 def by_row[Out](
@@ -256,7 +238,6 @@ def _gradients(
             return jnp.where(upstream == 0, 0.0, made)  # whatever a row holds that does not count, its temperature too
 
         def of_part(part: Columns, filled: jax.Array | None) -> jax.Array:
-            assert isinstance(both, StoredBlock)
             logits = dataclasses.replace(both, filled=filled).stored(part)
             columns = part.start + jnp.arange(logits[0].stored.shape[1])
             valid = columns < (head.spec.vocab_size if head.valid_columns is None else head.valid_columns)
@@ -268,7 +249,7 @@ def _gradients(
             found = head.tile_products(batch, dlogits(both.logits(tile), tile.valid), tile, needs)
             return put_in_sums(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
 
-        if not isinstance(both, StoredBlock):
+        if both.kernels is None:
             return step
         gradient = Gradient(coef.Coefficients(), needs=needs, factor=factor)
         return both.kernels.recompute(head, batch, of_part, gradient, plan, block)
