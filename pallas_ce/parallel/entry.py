@@ -138,21 +138,17 @@ def _made_manual(
         over = shards.sums.of(("hidden", "logit_scale", "down"), lambda before: before + axes)
         inner = dataclasses.replace(shards, vocabulary=shards.vocabulary + axes, sums=over)
 
-        def places(head_arrays: Any, like: Head = head) -> Any:
-            def place(path: Any, _: Any) -> PartitionSpec:
-                names = _names_of_head(path, None if whole_head else like)
-                return PartitionSpec(*(axes if name == "vocabulary" else None for name in names))
+        def places(*parts: Any) -> Any:
+            names = _names("", rows, None if whole_head else head, *parts)
+            found = [PartitionSpec(*(axes if name == "vocabulary" else None for name in dims)) for dims in names]
+            return jax.tree.unflatten(jax.tree.structure(parts), found)
 
-            return jax.tree.map_with_path(place, head_arrays)
-
-        whole = PartitionSpec()
-        of_shared = (places(x, x) if isinstance(x, Head) else whole for x in shared)
         # `shard_map` has to be told which results there are, and only a trace tells which gradients are asked for.
-        _, gradients = jax.eval_shape(functools.partial(operation, shards), rows, head, sums, *shared)
+        results = jax.eval_shape(functools.partial(operation, shards), rows, head, sums, *shared)
         return jax.shard_map(
             functools.partial(operation, inner),
-            in_specs=(whole, places(head), places(sums), *of_shared),
-            out_specs=(whole, places(gradients)),
+            in_specs=places(rows, head, sums, *shared),
+            out_specs=places(*results),
             axis_names=set(automatic),
             check_vma=shards.typed,
         )(rows, head, sums, *shared)

@@ -97,7 +97,18 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
         return None
     tracked = _is_tracked()
     if tracked:
-        rows = _typed_rows(said, arrays)
+        of_hidden = varying(arrays.hidden)
+        if absent := sorted(set(rows) - of_hidden):
+            raise ValueError(
+                f"mesh_axes says that the tokens are split over {absent}, but hidden is the same along them"
+            )
+        if unsaid := sorted((of_hidden & {*vocabulary, *width}) - set(rows)):
+            raise ValueError(
+                f"hidden varies over {unsaid}, which split the weight: name them in mesh_axes.rows if the tokens are "
+                "split over them; if each device holds the same tokens, make hidden invariant (by lax.pmean, say) "
+                "before the call"
+            )
+        rows = (*rows, *sorted(of_hidden - set(rows)))
     elif said.grad is None:
         raise ValueError(
             "mesh_axes.grad=None inside a shard_map with check_vma=False, where gradients need another rule inside "
@@ -176,19 +187,6 @@ def _is_tracked() -> bool:
 
 def _of_several_devices(axes: Iterable[str]) -> Axes:
     return tuple(sorted(axis for axis in axes if lax.axis_size(axis) > 1))
-
-
-def _typed_rows(said: MeshAxes, arrays: Any) -> Axes:
-    """The axes that split the rows, where JAX knows over which axes values vary."""
-    split, rows = set(said.vocabulary) | set(said.width), varying(arrays.hidden)
-    if absent := sorted(set(said.rows) - rows):
-        raise ValueError(f"mesh_axes says that the tokens are split over {absent}, but hidden is the same along them")
-    if unsaid := sorted((rows & split) - set(said.rows)):
-        raise ValueError(
-            f"hidden varies over {unsaid}, which split the weight: name them in mesh_axes.rows if the tokens are split "
-            "over them; if each device holds the same tokens, make hidden invariant (by lax.pmean, say) before the call"
-        )
-    return (*said.rows, *sorted(rows - set(said.rows)))
 
 
 def _devices(axes: Iterable[str]) -> int:
