@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.modes.how import How
-from pallas_ce.parallel.shards import NO_AXES, Axes, Local, RowArrays, psum
-from pallas_ce.statistics.gradient import exponent_above, power_of_two
+from pallas_ce.parallel.shards import NO_AXES, Axes, Local, RowArrays, Shards, psum
+from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.logits import product
 from pallas_ce.statistics.row import only, struct
 from pallas_ce.streaming.gradient_products import BY_COLUMN, NO_ARRAYS, Arrays, PerInput, scale_gradient
@@ -31,11 +32,9 @@ class RowTotal(Protocol):
     @property
     def names(self) -> frozenset[str]:
         """The statistics that it reads."""
-        ...
 
     def __call__(self, statistics: Statistics, inputs: tuple[Any, Any], /) -> jax.Array:
         """Each row by itself."""
-        ...
 
 
 class Known(NamedTuple):
@@ -147,15 +146,27 @@ class Call:
         return jax.tree.map(lambda g: block.select(g, 0.0), jax.grad(summed)(varied))
 
 
-def absent() -> jax.Array:
-    """Stands for None among residuals."""
-    return jnp.zeros(1, jnp.int8)
-
-
 def empty_statistics(names: frozenset[str], batch: Batch, head: Head) -> Statistics:
     """Zeros for each statistic: what ignored rows keep."""
     shapes = batch.leading, batch.targets
     return {name: jnp.zeros_like(struct(name, *shapes, head.spec.accumulator)) for name in sorted(names)}
+
+
+def gradient_of(
+    cotangents: Statistics,
+    statistics: Statistics,
+    shards: Shards,
+    batch: Batch,
+    head: Head,
+    mask: jax.Array | None = None,
+) -> tuple[Gradient, Batch]:
+    """What kernels are given of the statistics' cotangents, 0 in rows not in `mask`, and the rows as `of_batch` has."""
+    coefficients, batch = coef.of_batch(cotangents, statistics, batch)
+    coefficients, factor = coef.normalise(coef.select(coefficients, mask), head.largest_logit_weight)
+    coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
+    reference = statistics["max_logit"] if coefficients.prob is not None else None
+    argmax = shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None
+    return Gradient(coefficients, reference, argmax, factor=factor), batch
 
 
 def through_down(head: Head, for_hidden: jax.Array | None, for_down: jax.Array | None) -> jax.Array | None:
@@ -166,20 +177,10 @@ def through_down(head: Head, for_hidden: jax.Array | None, for_down: jax.Array |
     return for_hidden + factor * head.matmul(operand, present(head.down), (1, 0))
 
 
-def _down_gradient(head: Head, rows: RowArrays, for_down: jax.Array) -> jax.Array:
-    """`for_downᵀ·hidden [r, H]`, where `for_down [N, r]` is 0 in rows that do not count."""
-    operand, factor = _fitted(for_down, head)
-    # Behind a barrier: XLA would keep until now what it zeroed to find `low`, or as many zeros.
-    hidden = rows.batch.hidden
-    operand, hidden, zero = jax.lax.optimization_barrier((operand, hidden, jnp.zeros((), hidden.dtype)))
-    counted = hidden if rows.mask is None else jnp.where(rows.mask[..., None], hidden, zero)
-    return factor * head.matmul(operand, counted, (0, 0))
-
-
 def _fitted(x: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
     """`x` as an operand, divided by the power of two that comes with it, so that it fits every dtype's range."""
-    shift = exponent_above(x)
-    return (x * power_of_two(-shift, x.dtype)).astype(head.spec.dtype), power_of_two(shift, x.dtype)
+    shift = coef.exponent_above(x)
+    return (x * coef.power_of_two(-shift, x.dtype)).astype(head.spec.dtype), coef.power_of_two(shift, x.dtype)
 
 
 def sum_over_devices(
@@ -202,7 +203,12 @@ def sum_over_devices(
         scale = scale_gradient(rows.batch.hidden, present(sums.hidden), head.bias, sums.bias)
         scale = psum(scale, shards.sums.logit_scale)
     if needs_grad.down:
-        down = psum(_down_gradient(head, rows, present(sums.down)), shards.sums.down)
+        operand, factor = _fitted(present(sums.down), head)
+        # Behind a barrier: XLA would keep until now what it zeroed to find `low`, or as many zeros.
+        zero = jnp.zeros((), rows.batch.hidden.dtype)
+        operand, counted, zero = lax.optimization_barrier((operand, rows.batch.hidden, zero))
+        counted = counted if rows.mask is None else jnp.where(rows.mask[..., None], counted, zero)
+        down = psum(factor * head.matmul(operand, counted, (0, 0)), shards.sums.down)
     own_sums = sums.where(needs_grad).of(BY_COLUMN, shards.sum_entries, shards.sums)
     if needs_grad.hidden:
         hidden = present(sums.hidden)

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.backends import reference
 from pallas_ce.head import NO_WEIGHT, Head
-from pallas_ce.modes import in_forward, materialized, recompute
+from pallas_ce.modes import in_forward, recompute
 from pallas_ce.modes.call import Call, Known, Operands, Statistics, added, empty_statistics
 from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
@@ -41,7 +41,7 @@ class _Saved(NamedTuple):
 
     JAX traces a forward once for each set of differentiated inputs but remembers only one structure of residuals, so
     the structure may not depend on that set; shapes may. So `flags` says by its shape, 2 for yes and 1 for no, which
-    inputs are differentiated, and `kept` holds `absent()` arrays in place of None. (No axis has 0 elements: XLA fails
+    inputs are differentiated, and `kept` holds arrays in place of None. (No axis has 0 elements: XLA fails
     on empty residuals that cross a `shard_map` or `pmap` boundary.)
 
     The inputs are saved as they came: JAX then knows them to be inputs and stores no copy of the weight, not even one
@@ -53,20 +53,16 @@ class _Saved(NamedTuple):
     flags: jax.Array
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _barrier(instead: str, array: Any) -> Any:
-    return array
-
-
-@_barrier.defjvp
-def _refuse(instead: str, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(_REFUSAL + instead)
-
-
 def first_order_only(tree: Any, instead: str) -> Any:
     """The arrays of `tree`; differentiating anything computed from them raises NotImplementedError naming `instead`."""
+
+    def _refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(_REFUSAL + instead)
+
+    barrier = jax.custom_jvp(lambda array: array)
+    barrier.defjvp(_refuse)
     # Each array has a barrier of its own, so that unused arrays are neither kept nor asked for.
-    return jax.tree.map(functools.partial(_barrier, instead), tree)
+    return jax.tree.map(barrier, tree)
 
 
 def _given(cotangents: Any) -> Any:
@@ -120,7 +116,7 @@ def differentiable[Static, Out](
 def _value(call: Call, operands: Operands) -> Any:
     """Primitive statistics of the rows, and in mode in_forward the handle."""
     if operands.known is None:
-        found = forward_statistics(call.how, call.names, operands.head)(operands.rows, operands.head, NO_ARRAYS)[0]
+        found = forward_statistics(call.how, call.names, operands)
     else:
         found = only(operands.known.statistics, call.names)
     return call.with_handle(operands, found) if call.in_forward else found
@@ -133,9 +129,7 @@ _recomputed = differentiable(_value, recompute.forward, recompute.backward)
 # `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: JAX's own
 # differentiation makes the gradient of `inputs`, and the handle the gradients of `hidden` and `head`.
 _with_handle = differentiable(_value, in_forward.forward, in_forward.backward)
-_of_logits_with_handle = differentiable(
-    _value, materialized.forward_and_gradient, materialized.scaled_gradient, reads_operands=False
-)
+_of_logits_with_handle = differentiable(_value, in_forward.forward, in_forward.backward, reads_operands=False)
 
 
 def statistics(call: Call, operands: Operands) -> Statistics:
@@ -186,8 +180,7 @@ def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | 
         return None
     if call.in_forward:
         return in_forward.keep(call, operands, needs_grad)
-    find = forward_statistics(call.how, call.names | saved_statistics(call.names), operands.head)
-    return Known(find(operands.rows, operands.head, NO_ARRAYS)[0])
+    return Known(forward_statistics(call.how, call.names | saved_statistics(call.names), operands))
 
 
 def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:

@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends.protocol import Gradient
+from pallas_ce.head import NO_WEIGHT
+from pallas_ce.modes import materialized
 from pallas_ce.modes.call import (
     Call,
     Known,
     Operands,
     Statistics,
-    absent,
     empty_statistics,
+    gradient_of,
     sum_over_devices,
     through_down,
 )
@@ -31,48 +32,57 @@ from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.modes.how import How, kept_dtype
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import NO_AXES, Local, Shards, psum
-from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.row import finalise, only
 from pallas_ce.streaming.gradient_products import BY_ROW, NO_ARRAYS, Arrays, PerInput, WeightGradient, needed_products
 from pallas_ce.streaming.rows import RowBlock, Rows
 
+# The sums that the gradients come from, with arrays in place of None; and for stored logits what undoes the
+# normalisation of dlogits, by row.
+_Kept = tuple[PerInput[jax.Array], jax.Array | None]
 
-def forward(
-    call: Call, operands: Operands, needs_grad: PerInput[bool]
-) -> tuple[tuple[Statistics, jax.Array], PerInput[jax.Array]]:
-    """Statistics and handle; kept are the sums that the gradients come from."""
+
+def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[tuple[Statistics, jax.Array], _Kept]:
+    """Statistics and handle, and what is kept."""
     known = keep(call, operands, needs_grad) if operands.known is None else operands.known
-    kept = known.sums.map(lambda x: absent() if x is None else x)
+
+    def array(x: jax.Array | None) -> jax.Array:
+        return jnp.zeros(1, jnp.int8) if x is None else x
+
+    factor = array(known.statistics.get("factor")) if operands.head.weight is NO_WEIGHT else None
+    kept = known.sums.map(array), factor
     return call.with_handle(operands, only(known.statistics, call.names)), kept
 
 
 def backward(
-    call: Call,
-    operands: Operands,
-    needs_grad: PerInput[bool],
-    kept: PerInput[jax.Array],
-    cotangents: tuple[Any, jax.Array | None],
+    call: Call, operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: tuple[Any, jax.Array | None]
 ) -> Arrays:
-    """The sums times the handle's cotangent."""
-    upstream, shards = cotangents[1], call.how.shards or Shards()
+    """The sums, or dlogits, times the handle's cotangent."""
+    (sums, factor), upstream, shards, spec = kept, cotangents[1], call.how.shards or Shards(), operands.head.spec
     if upstream is None or not call.read:
         return NO_ARRAYS
-    return operands.finish(kept.where(needs_grad), psum(upstream, shards.cotangents_of_total), shards.sums)
+    if factor is not None:
+        scale = upstream * factor[..., None] if spec.dtype == np.float16 else upstream
+        return NO_ARRAYS._replace(hidden=(scale * sums.hidden.astype(spec.accumulator)).astype(spec.dtype))
+    return operands.finish(sums.where(needs_grad), psum(upstream, shards.cotangents_of_total), shards.sums)
 
 
 def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
     if not (any(needs_grad) and call.read):
-        find = forward_statistics(call.how, call.names, operands.head)
-        return Known(find(operands.rows, operands.head, NO_ARRAYS)[0])
+        return Known(forward_statistics(call.how, call.names, operands))
     how, (by_row, shared) = call.how, operands.inputs
     if how.shards is not None and operands.cotangent is None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
         how = dataclasses.replace(how, shards=dataclasses.replace(how.shards, sums=NO_AXES))
     # Not the weight's dtype as the operation sees it: a gathered weight may be narrower.
     head, given = operands.head, NO_ARRAYS._replace(weight=operands.weight_sum)
-    dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
-    operation = streamed(how, functools.partial(_statistics_and_sums, call, needs_grad, dtype))
+    if stored := head.weight is NO_WEIGHT:
+        local = functools.partial(materialized.statistics_and_gradient, call)
+    else:
+        dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
+        local = functools.partial(_statistics_and_sums, call, needs_grad, dtype)
+    operation = streamed(how, local, whole_head=stored)
     with jax.named_scope("pallas_ce.in_forward"):
         rows = operands.rows._replace(more=by_row)
         (found, hidden_sum), of_head = operation(rows, head, given, shared, operands.cotangent)
@@ -96,7 +106,7 @@ def _statistics_and_sums(
     plan = how.block_sizes(spec, tokens, "in_forward", weight_sum)
     alone = plan.rows >= tokens
     bits_shape = None if alone else weight_sum.bits
-    names = call.names | coef.saved_statistics(call.read)
+    names = call.names | saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:
         found, sums, bits = carry
@@ -107,23 +117,15 @@ def _statistics_and_sums(
         cotangents = call.row_cotangents(statistics, block, block_inputs)
         if cotangent is not None:
             cotangents = jax.tree.map(lambda g: cotangent * g, cotangents)
-        coefficients, block_batch = coef.of_batch(cotangents, statistics, block_batch)
-        coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
-        coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
-        gradient = Gradient(
-            coefficients,
-            statistics["max_logit"] if coefficients.prob is not None else None,
-            shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
-            needs,
-            factor,
-            None if sums.weight is None else WeightGradient(sums.weight, in_place or block.number != 0, bits=bits),
-            hidden_dtype if not needs.down else None,
-        )
+        gradient, block_batch = gradient_of(cotangents, statistics, shards, block_batch, head)
+        to = None if sums.weight is None else WeightGradient(sums.weight, in_place or block.number != 0, bits=bits)
+        narrowed = None if needs.down else hidden_dtype
+        gradient = gradient._replace(needs=needs, weight_sum=to, hidden_dtype=narrowed)
         shares, bits = backend.stash_products(head, block_batch, gradient, stash, sums, plan, block)
         for_down = None if shares.down is None else block.select(shares.down, 0.0)
         for_hidden = through_down(head, shares.hidden, for_down)
         shares = shares._replace(hidden=for_hidden, down=for_down)
-        shares = shares.of(BY_ROW, lambda share, total: block.put(total, factor * share.astype(wide)), sums)
+        shares = shares.of(BY_ROW, lambda share, total: block.put(total, gradient.factor * share.astype(wide)), sums)
         return block.put_each(found, statistics), shares, bits
 
     # A block that is the only one rounds its sum at once.

@@ -9,7 +9,6 @@ float32 copy of narrower logits is ever larger than a block.
 On Hopper two kernels do so for all rows at once, without launches by the hundred: the second read misses the cache.
 """
 
-import functools
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -19,13 +18,13 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Head
-from pallas_ce.modes.call import Call, Operands, Statistics, absent, empty_statistics
+from pallas_ce.modes.call import Call, Operands, Statistics, empty_statistics
 from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.row import fields_of, finalise, only, partial_of_tile
-from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
+from pallas_ce.statistics.row import fields_of, finalise, partial_of_tile
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays
 from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows, zeroed
 
 # Of a block of rows in the accumulator dtype, at most.
@@ -101,45 +100,6 @@ def local_statistics(names: frozenset[str], how: How, local: Local) -> tuple[Sta
     return stored.blocks().for_each(body, empty_statistics(names, local.rows.batch, local.head)), NO_ARRAYS
 
 
-@jax.named_scope("pallas_ce.materialized.forward")
-def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
-    """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
-    operation = streamed(how, functools.partial(local_statistics, names), whole_head=True)
-    return operation(operands.rows, operands.head, NO_ARRAYS)[0]
-
-
-def forward_and_gradient(
-    call: Call, operands: Operands, needs_grad: PerInput[bool]
-) -> tuple[tuple[Statistics, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Statistics and handle; keeps dlogits and, where they are normalised, what undoes that, by row."""
-    dlogits = factor = absent()
-    if any(needs_grad) and call.read:
-        by_row, shared = operands.inputs
-        operation = streamed(call.how, functools.partial(_statistics_and_gradient, call), whole_head=True)
-        with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
-            rows = operands.rows._replace(more=by_row)
-            (found, dlogits), _ = operation(rows, operands.head, NO_ARRAYS, shared)
-        factor = found.get("factor", factor)
-    else:
-        found = row_statistics(call.how, call.names, operands)
-    return call.with_handle(operands, only(found, call.names)), (dlogits, factor)
-
-
-def scaled_gradient(
-    call: Call,
-    operands: Operands,
-    needs_grad: PerInput[bool],
-    kept: tuple[jax.Array, jax.Array],
-    cotangents: tuple[Any, jax.Array | None],
-) -> Arrays:
-    """dlogits times the handle's cotangent."""
-    (dlogits, factor), upstream, spec = kept, cotangents[1], operands.head.spec
-    if upstream is None or not call.read:
-        return NO_ARRAYS
-    scale = upstream * factor[..., None] if spec.dtype == np.float16 else upstream
-    return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
-
-
 @jax.named_scope("pallas_ce.materialized.backward")
 def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
@@ -160,8 +120,8 @@ def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Sta
     return streamed(how, operation, whole_head=True)(rows, operands.head, NO_ARRAYS)[0]
 
 
-def _statistics_and_gradient(
-    call: Call, how: How, local: Local, shared_inputs: Any
+def statistics_and_gradient(
+    call: Call, how: How, local: Local, shared_inputs: Any, _: None
 ) -> tuple[tuple[Statistics, jax.Array], Arrays]:
     """Statistics and dlogits; where dlogits are divided by a power of two, that "factor" is among the statistics."""
     _, rows, head, _ = local

@@ -18,7 +18,7 @@ from jax import lax
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.head import NO_WEIGHT, Head
 from pallas_ce.modes import materialized
-from pallas_ce.modes.call import Call, Operands, Statistics, sum_over_devices, through_down
+from pallas_ce.modes.call import Call, Operands, Statistics, gradient_of, sum_over_devices, through_down
 from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import streamed
@@ -46,13 +46,13 @@ def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple
     """The statistics; keeps the ones that their derivatives read."""
     how, known, head, whole = call.how, operands.known, operands.head, None
     saved = coef.saved_statistics(call.names)
+    before_gradient = needs_grad.hidden or needs_grad.logit_scale
     if how.shards is not None and how.shards.gathered:  # under `jit` the partitioner sees to it
         head = whole = how.shards.gather(head)
         how = _handed_whole(how)
     if known is None:
-        before_gradient = needs_grad.hidden or needs_grad.logit_scale
-        find = forward_statistics(how, call.names | saved, head, before_gradient=before_gradient)
-        found = find(operands.rows, head, NO_ARRAYS)[0]
+        operands = operands._replace(head=head)
+        found = forward_statistics(how, call.names | saved, operands, before_gradient=before_gradient)
     else:
         found = known.statistics
     return only(found, call.names), (only(found, saved), whole)
@@ -84,22 +84,17 @@ def _gradients(
 ) -> tuple[jax.Array | None, Arrays]:
     shards, rows, head, _ = local
     kept, cotangents = rows.more
-    coefficients, batch = coef.of_batch(cotangents, kept, rows.batch)
-    coefficients = coef.select(coefficients, rows.mask)
-    coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
-    coefficients = coef.measured_from_largest(coefficients, kept.get("log_sum"))
-    reference = kept["max_logit"] if coefficients.prob is not None else None
-    argmax = shards.columns(kept["argmax"], head) if coefficients.argmax is not None else None
+    of_all, batch = gradient_of(cotangents, kept, shards, rows.batch, head, rows.mask)
     backend, tokens = how.backend, rows.batch.hidden.shape[0]
     plan, needs = how.block_sizes(head.spec, tokens, "recompute"), needed_products(needs_grad, head.spec.rank)
 
     def products(block: RowBlock) -> TileStep:
-        block_coefficients = coef.select(jax.tree.map(block.take, coefficients), block.valid)
-        block_batch, block_reference, block_argmax = jax.tree.map(block.take, (batch, reference, argmax))
-        gradient = Gradient(block_coefficients, block_reference, block_argmax, needs, factor)
-        return backend.recompute(head, block_batch, gradient, plan, block)
+        coefficients = coef.select(jax.tree.map(block.take, of_all.coefficients), block.valid)
+        of_block, reference, argmax = jax.tree.map(block.take, (batch, of_all.reference, of_all.argmax))
+        gradient = Gradient(coefficients, reference, argmax, needs, of_all.factor)
+        return backend.recompute(head, of_block, gradient, plan, block)
 
-    return gradient_sums(local, weight_dtype, plan, needs_grad, factor, products)
+    return gradient_sums(local, weight_dtype, plan, needs_grad, of_all.factor, products)
 
 
 def gradient_sums(
@@ -107,7 +102,7 @@ def gradient_sums(
     weight_dtype: np.dtype,
     plan: Plan,
     needs_grad: PerInput[bool],
-    factor: jax.Array,
+    factor: jax.Array | float,
     products: Callable[[RowBlock], TileStep],
 ) -> tuple[jax.Array | None, Arrays]:
     """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.
