@@ -116,7 +116,7 @@ def differentiable[Static, Out](
 def _value(call: Call, operands: Operands) -> Any:
     """Primitive statistics of the rows, and in mode in_forward the handle."""
     if operands.known is None:
-        found = forward_statistics(call.how, call.names, operands)
+        found = forward_statistics(call.how, call.names, operands.head)(operands.rows, operands.head, NO_ARRAYS)[0]
     else:
         found = only(operands.known.statistics, call.names)
     return call.with_handle(operands, found) if call.in_forward else found
@@ -180,7 +180,8 @@ def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | 
         return None
     if call.in_forward:
         return in_forward.keep(call, operands, needs_grad)
-    return Known(forward_statistics(call.how, call.names | saved_statistics(call.names), operands))
+    find = forward_statistics(call.how, call.names | saved_statistics(call.names), operands.head)
+    return Known(find(operands.rows, operands.head, NO_ARRAYS)[0])
 
 
 def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:

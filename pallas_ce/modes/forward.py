@@ -7,14 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import NO_WEIGHT
+from pallas_ce.head import NO_WEIGHT, Head
 from pallas_ce.modes import materialized
-from pallas_ce.modes.call import Operands, Statistics, empty_statistics
+from pallas_ce.modes.call import Statistics, empty_statistics
 from pallas_ce.modes.how import How
-from pallas_ce.parallel.entry import streamed
+from pallas_ce.parallel.entry import Operation, streamed
 from pallas_ce.parallel.shards import Local
 from pallas_ce.statistics.row import finalise
-from pallas_ce.streaming.gradient_products import NO_ARRAYS
 from pallas_ce.streaming.loops import chosen_by_device
 from pallas_ce.streaming.rows import RowBlock, Rows, few_ignored, zeroed
 from pallas_ce.streaming.tiles import Tiles
@@ -25,19 +24,14 @@ _GATHERED_BYTES = 12 * 2**20
 _GATHERED_STEP = 256
 
 
-@jax.named_scope("pallas_ce.forward")
-def forward_statistics(
-    how: How, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
-) -> Statistics:
-    """The primitive statistics `[...]` of the rows that count, 0 in the others.
+def forward_statistics(how: How, names: frozenset[str], head: Head, *, before_gradient: bool = False) -> Operation:
+    """Makes rows and such a head the primitive statistics `[...]` of the rows that count, 0 in the others.
 
     Memory that hidden's gradient will take is free for a copy of hidden where this comes `before_gradient`.
     """
-    stored = operands.head.weight is NO_WEIGHT
+    stored = head.weight is NO_WEIGHT
     local = materialized.local_statistics if stored else functools.partial(_local_statistics, before_gradient)
-    operation = streamed(how, functools.partial(local, names), whole_head=stored)
-    found: Statistics = operation(operands.rows, operands.head, NO_ARRAYS)[0]
-    return found
+    return jax.named_scope("pallas_ce.forward")(streamed(how, functools.partial(local, names), whole_head=stored))
 
 
 def _local_statistics(before_gradient: bool, names: frozenset[str], how: How, local: Local) -> tuple[Statistics, None]:

@@ -9,6 +9,7 @@ backward only multiplies by the upstream scalar. Three products (6·N·H·V oper
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ _Kept = tuple[PerInput[jax.Array], jax.Array | None]
 
 
 def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple[tuple[Statistics, jax.Array], _Kept]:
-    """Statistics and handle, and what is kept."""
+    """Statistics and handle, and what the backward reads."""
     known = keep(call, operands, needs_grad) if operands.known is None else operands.known
 
     def array(x: jax.Array | None) -> jax.Array:
@@ -70,7 +71,8 @@ def backward(
 def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
     if not (any(needs_grad) and call.read):
-        return Known(forward_statistics(call.how, call.names, operands))
+        find = forward_statistics(call.how, call.names, operands.head)
+        return Known(find(operands.rows, operands.head, NO_ARRAYS)[0])
     how, (by_row, shared) = call.how, operands.inputs
     if how.shards is not None and operands.cotangent is None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
@@ -78,7 +80,7 @@ def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known:
     # Not the weight's dtype as the operation sees it: a gathered weight may be narrower.
     head, given = operands.head, NO_ARRAYS._replace(weight=operands.weight_sum)
     if stored := head.weight is NO_WEIGHT:
-        local = functools.partial(materialized.statistics_and_gradient, call)
+        local: Callable[..., tuple[Any, Any]] = functools.partial(materialized.statistics_and_gradient, call)
     else:
         dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
         local = functools.partial(_statistics_and_sums, call, needs_grad, dtype)

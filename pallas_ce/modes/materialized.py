@@ -9,6 +9,7 @@ float32 copy of narrower logits is ever larger than a block.
 On Hopper two kernels do so for all rows at once, without launches by the hundred: the second read misses the cache.
 """
 
+import functools
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -100,6 +101,13 @@ def local_statistics(names: frozenset[str], how: How, local: Local) -> tuple[Sta
     return stored.blocks().for_each(body, empty_statistics(names, local.rows.batch, local.head)), NO_ARRAYS
 
 
+@jax.named_scope("pallas_ce.materialized.forward")
+def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
+    """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
+    operation = streamed(how, functools.partial(local_statistics, names), whole_head=True)
+    return operation(operands.rows, operands.head, NO_ARRAYS)[0]
+
+
 @jax.named_scope("pallas_ce.materialized.backward")
 def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
@@ -121,7 +129,7 @@ def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Sta
 
 
 def statistics_and_gradient(
-    call: Call, how: How, local: Local, shared_inputs: Any, _: None
+    call: Call, how: How, local: Local, shared_inputs: Any, cotangent: None
 ) -> tuple[tuple[Statistics, jax.Array], Arrays]:
     """Statistics and dlogits; where dlogits are divided by a power of two, that "factor" is among the statistics."""
     _, rows, head, _ = local

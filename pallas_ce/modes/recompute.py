@@ -52,7 +52,8 @@ def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple
         how = _handed_whole(how)
     if known is None:
         operands = operands._replace(head=head)
-        found = forward_statistics(how, call.names | saved, operands, before_gradient=before_gradient)
+        find = forward_statistics(how, call.names | saved, operands.head, before_gradient=before_gradient)
+        found = find(operands.rows, operands.head, NO_ARRAYS)[0]
     else:
         found = known.statistics
     return only(found, call.names), (only(found, saved), whole)
@@ -94,7 +95,7 @@ def _gradients(
         gradient = Gradient(coefficients, reference, argmax, needs, of_all.factor)
         return backend.recompute(head, of_block, gradient, plan, block)
 
-    return gradient_sums(local, weight_dtype, plan, needs_grad, of_all.factor, products)
+    return gradient_sums(local, weight_dtype, plan, needs_grad, jnp.asarray(of_all.factor), products)
 
 
 def gradient_sums(
@@ -102,7 +103,7 @@ def gradient_sums(
     weight_dtype: np.dtype,
     plan: Plan,
     needs_grad: PerInput[bool],
-    factor: jax.Array | float,
+    factor: jax.Array,
     products: Callable[[RowBlock], TileStep],
 ) -> tuple[jax.Array | None, Arrays]:
     """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.

@@ -83,7 +83,7 @@ def _backward(
         if pair.how.shards is not None:
             cotangent = psum(cotangent, pair.how.shards.cotangents_by_row)
         operation = _of_both(pair, functools.partial(_gradients, needs_grad), operands)
-        rows = RowArrays(operands.batch, operands.mask, more=(teacher.hidden, found, cotangent))
+        rows = operands.rows._replace(more=(teacher.hidden, found, cotangent))
         return finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
 
 
@@ -185,7 +185,7 @@ def by_row[Out](
         return shards.own_rows(found), NO_ARRAYS
 
     with jax.named_scope("pallas_ce.divergence"):
-        rows = RowArrays(operands.batch, operands.mask, more=(of_teacher.hidden, known))
+        rows = operands.rows._replace(more=(of_teacher.hidden, known))
         found: Out = _of_both(pair, operation, operands)(rows, operands.head, NO_ARRAYS, of_teacher.head)[0]
         return found
 

@@ -163,7 +163,7 @@ def over_rows(operation: Operation) -> Operation:
     @batched.def_vmap
     def rule(size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
         (leaves, structure), flags = jax.tree.flatten(arguments), jax.tree.leaves(in_batched)
-        is_batched = jax.tree.unflatten(structure, flags)
+        is_batched = tuple(in_batched)
         per_example = jax.eval_shape(
             operation,
             *jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[b:], x.dtype), arguments, is_batched),
@@ -275,19 +275,15 @@ def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list
             names: Names = ()
             if place == 0:
                 names = row_names(rows)
-            elif place <= 2:
-                names = _names_of_head(path, head)
-            elif head is not None and isinstance(part, Head):
-                names = tuple("other_width" if name == "width" else name for name in _names_of_head(path, part))
+            elif head is not None and (place <= 2 or isinstance(part, Head)):
+                if path[-1].name == "weight":
+                    names = weight_names(head if place <= 2 else part)
+                elif path[-1].name in BY_COLUMN:
+                    names = ("vocabulary",)
+            if place > 2:
+                names = tuple("other_width" if name == "width" else name for name in names)
             found.append((*names, *itertools.islice(new, x.ndim - len(names))))
     return found
-
-
-def _names_of_head(path: Any, head: Head | None) -> Names:
-    """The names of the dimensions that may be split of an array named as the head's; none if the head is whole."""
-    if (name := path[-1].name) == "weight":
-        return weight_names(head)
-    return ("vocabulary",) if head is not None and name in BY_COLUMN else ()
 
 
 def replicated(x: jax.Array) -> jax.Array:

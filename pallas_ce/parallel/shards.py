@@ -1,16 +1,8 @@
 """How one call is split over mesh axes, and the few collectives that make the parts agree.
 
 A streamed operation runs on each device on its own rows and its own slice of the vocabulary. What it needs of the other
-devices is here, as methods that do nothing where nothing is split:
-
-* rows split (data parallelism): the head's gradients are summed over the row axes, the weight's in its own dtype, as
-  JAX's data parallelism sums every other parameter's;
-* vocabulary split (tensor parallelism): partial statistics merge by the rule of `row.merge`, and the devices' shares
-  of the hidden states' gradient are summed in the accumulator dtype;
-* both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
-  (sequence parallelism), or the weight is gathered and its gradient is reduce-scattered (FSDP), whichever moves fewer
-  bytes;
-* the weight's width H split (FSDP): the weight is gathered, its gradient reduce-scattered, also in the weight's dtype.
+devices is here, as methods that do nothing where nothing is split. `docs/sharding.md` says which sums are made where,
+and why.
 """
 
 import dataclasses
@@ -217,7 +209,9 @@ _replicated_sum.defvjp(
 def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight_bytes: int) -> Shards:
     """The way of working where rows, vocabulary and the weight's width are split over these axes.
 
-    The bytes are a device's hidden states, and its part of the weight, once that is gathered over the width.
+    Over axes that split rows and vocabulary either the rows are gathered and their gradient is reduce-scattered
+    (sequence parallelism), or the weight is, and its gradient (FSDP), whichever moves fewer bytes. The bytes are a
+    device's hidden states, and its part of the weight, once that is gathered over the width.
     """
     common = tuple(axis for axis in vocabulary if axis in rows)
     others = without(vocabulary, common)

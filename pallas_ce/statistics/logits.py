@@ -34,16 +34,15 @@ class LogitsTile:
         if "max" not in fields:
             return
         self.z = self.logits if self.valid is None else jnp.where(self.valid[None, :], self.logits, -jnp.inf)
+        largest = self.z.max(axis=1)
+        self.reference = reference_of(largest)
         if "sum_exp" in fields:
-            largest = self.z.max(axis=1)
-            self.reference = reference_of(largest)
             self.distance = self.z - self.reference[:, None]
             self.exp = jnp.exp(self.distance)
             self.sum_exp = self.exp.sum(axis=1)
             is_nan = jnp.isnan(self.sum_exp)
         else:
-            is_nan, largest = jnp.any(jnp.isnan(self.z), axis=1), self.z.max(axis=1)
-            self.reference = reference_of(largest)
+            is_nan = jnp.any(jnp.isnan(self.z), axis=1)
         # A NaN shows in every sum, but not in a maximum that XLA makes for a CPU.
         self.top = jnp.where(is_nan, jnp.nan, largest)
 
