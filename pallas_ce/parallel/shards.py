@@ -177,6 +177,14 @@ class Shards:
             return rows
         return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
 
+    def shared(self, inputs: Any) -> Any:
+        """What all rows of a `total` share, such as its divisor; the derivative is that of all devices' rows."""
+        if self.typed or self.cotangents_of_total or not self.common:  # JAX's own rules see to it
+            return inputs
+        leaves, tree = jax.tree.flatten(inputs)
+        summed = [_used_by_all(self.common, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+        return jax.tree.unflatten(tree, summed)
+
 
 class Local(NamedTuple):
     """What one device works on: flat rows, its columns of the head, and given sums that gradients are added to."""
@@ -204,6 +212,15 @@ _replicated_sum.defvjp(
     lambda shards, x: (_replicated_sum(shards, x), None),
     lambda shards, _, g: (lax.psum(g, shards.common) if shards.cotangents_of_total else g,),
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _used_by_all(axes: Axes, x: jax.Array) -> jax.Array:
+    """`x`, with the derivative added up over devices whose shares of one number it is in."""
+    return x
+
+
+_used_by_all.defvjp(lambda axes, x: (x, None), lambda axes, _, g: (lax.psum(g, axes),))
 
 
 def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight_bytes: int) -> Shards:

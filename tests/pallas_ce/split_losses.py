@@ -65,7 +65,7 @@ def _drawn(name: str, layout: Layout, draw: Callable[[list[Any]], Any]) -> dict[
         options |= draw([{}, {"teacher_logit_softcap": 3.0, "logit_softcap": None}])
         options |= draw([{}, {"vocab_size": 3 * layout.vocabulary // 4 - 1}])  # the last of four parts is padding
         options |= {} if layout.axes["rows"] else {"reduction": draw(["mean", "none"])}
-    if name in MODES or (layout.only_rows and name in DISTILLATIONS):  # else the devices share the mean's normaliser
+    if layout.only_rows and name != "support":  # else the devices share the mean's normaliser
         options |= {"normalizer": 30.0, "reduction": "mean"}
     return options
 

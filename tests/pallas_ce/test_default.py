@@ -186,6 +186,14 @@ def test_a_mesh_of_h200s_decides_for_what_lies_on_it(name: str, dtype: Any) -> N
     assert not left_to_lowering(CALLS[name], *arguments)
 
 
+@on_hopper
+def test_many_targets_of_a_row_are_xlas(gpu: str) -> None:
+    """From V/206 of them on; not of so few rows that those are fewer entries than the vocabulary has."""
+    kernels = {"mosaic_gpu"}
+    for k, n, served in ((2, 512, kernels), (3, 512, set[str]()), (3, 128, kernels)):
+        assert_served(served, lambda h, w, t, k=k: linear_log_probs(h, w, jnp.stack([t] * k, 1)), *structs(n=n))
+
+
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("name", ["the loss", "the loss of a shard", "top-k", "stored logits, each row"])
 def test_in_a_shard_map_they_serve_where_axes_are_not_tracked(name: str, checked: bool) -> None:
