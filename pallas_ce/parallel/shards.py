@@ -178,7 +178,7 @@ class Shards:
         return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
 
     def shared(self, inputs: Any) -> Any:
-        """What all rows of a `total` share, such as its divisor; the derivative is that of all devices' rows."""
+        """What all rows of a `total` share, such as its divisor; all devices' rows count in the derivative."""
         if self.typed or self.cotangents_of_total or not self.common:  # JAX's own rules see to it
             return inputs
         leaves, tree = jax.tree.flatten(inputs)

@@ -115,7 +115,7 @@ def _head(a: Arrays, vocabulary: int) -> dict[str, Any]:
 
 
 def loss(a: Arrays, vocabulary: int, **options: Any) -> Any:
-    """Every term of the loss at once, one weighted by the logits' scale, whose gradient then is that of both.
+    """Every term of the loss at once, one weighted by the logits' scale, whose gradient then comes from both.
 
     Beside a low-rank term the vocabulary's entries have scales, made of the bias.
     """
