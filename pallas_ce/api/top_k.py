@@ -12,6 +12,7 @@ from pallas_ce.api.head_options import HeadOptions, computed_by
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import WeightLike
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
+from pallas_ce.backends.select import EVERYWHERE
 from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
 from pallas_ce.modes.how import How
@@ -146,7 +147,7 @@ def linear_top_k(
     try:
         _finder(how, problem.spec, k).block_sizes(max(problem.tokens, 1))
     except ValueError:  # the budget is too small
-        if how.default is None:
+        if how.certain is None:
             raise
-        how = dataclasses.replace(how, implementation=how.default.instead, default=None)
+        how = dataclasses.replace(how, implementation=EVERYWHERE, certain=None)
     return k, dataclasses.replace(problem, how=how)

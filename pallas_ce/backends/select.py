@@ -4,7 +4,7 @@ import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -14,7 +14,7 @@ from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend
 from pallas_ce.parallel.partitioning import known_device
 
 # The backend for every other device, and for every call that the choices refuse.
-_EVERYWHERE = "xla"
+EVERYWHERE = "xla"
 
 # The command that finds out whether kernels work.
 _CHECK = "python -m pallas_ce.check_device"
@@ -31,17 +31,6 @@ def load(name: str) -> Backend:
     return importlib.import_module(f"pallas_ce.backends.{name}").BACKEND
 
 
-class Default(NamedTuple):
-    """How an implementation that nobody asked for by name was chosen; static and hashable.
-
-    Another takes over `instead` where it cannot serve: for shares of a call that only its partitioner knows, and on
-    other platforms. It is `certain` where the program is known to be lowered for the device that was chosen for.
-    """
-
-    instead: str
-    certain: bool
-
-
 def select(
     implementation: str | None,
     refusal: Callable[[str], str | None],
@@ -49,10 +38,12 @@ def select(
     *,
     checked: bool,
     slower: Callable[[str], str | None],
-) -> tuple[str, str, Default | None]:
+) -> tuple[str, str, bool | None]:
     """The implementation of a call; without a name the kernels for the GPU lowered for, where they serve the call.
 
-    With it why that one was chosen, and how: None where it was asked for by name, or serves everything.
+    With it why that one was chosen, and whether the program is known to be lowered for that GPU; None where the
+    implementation was asked for by name, or serves everything. Of kernels that nobody named, `EVERYWHERE` takes over
+    what they cannot serve: shares of a call that only its partitioner knows, and other platforms.
 
     `refusal` and `slower` say of a name, as the end of a sentence, why that implementation cannot serve the call, and
     why it is not taken by default though it could be. The `arrays` may know their device, and are `checked` if they
@@ -88,25 +79,25 @@ def select(
     return implementation, "; ".join(filter(None, told)), None
 
 
-def _default(refusal: Callable[[str], str | None], arrays: Any) -> tuple[str, str, Default | None]:
+def _default(refusal: Callable[[str], str | None], arrays: Any) -> tuple[str, str, bool | None]:
     with known_device(arrays) as device:
         if (kind := targets.cuda_kind()) is None:
-            return _EVERYWHERE, "it serves every platform, and this process has no CUDA device", None
+            return EVERYWHERE, "it serves every platform, and this process has no CUDA device", None
         passed_over: list[str] = []
         for name in _kernels(kind):
             if reason := refusal(name):
                 passed_over.append(f"not {name}: {reason}")
                 if reason == packages.refusal(name):
-                    warn_once(f"implementation={name!r} is for {kind}, but {reason}; {_EVERYWHERE!r} serves instead")
+                    warn_once(f"implementation={name!r} is for {kind}, but {reason}; {EVERYWHERE!r} serves instead")
                 continue
             if doubt := _never_run(name, kind):
                 warn_once(f"implementation={name!r} is {doubt}")
             reason = f"the call is for {kind}"
             if device is None:
-                reason = f"this process has {kind}; programs for other platforms take {_EVERYWHERE}"
+                reason = f"this process has {kind}; programs for other platforms take {EVERYWHERE}"
             told = "; ".join(filter(None, (reason, doubt, *passed_over)))
-            return name, told, Default(_EVERYWHERE, certain=device is not None)
-    return _EVERYWHERE, "; ".join(passed_over) or f"no kernels of this library are for {kind}", None
+            return name, told, device is not None
+    return EVERYWHERE, "; ".join(passed_over) or f"no kernels of this library are for {kind}", None
 
 
 def for_cuda(implementation: str) -> bool:

@@ -11,7 +11,6 @@ import numpy as np
 
 from pallas_ce.backends import select
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend, Backward, Mode, Plan
-from pallas_ce.backends.select import Default
 from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
 from pallas_ce.parallel.partitioning import known_device
 from pallas_ce.parallel.shards import Local, Shards
@@ -50,7 +49,7 @@ class How:
     mode: Mode | None  # None for the reference, which has JAX's own differentiation, and without derivatives
     scratch_bytes: int | None  # the caller's bound, or None for the default
     shards: Shards | None = None  # how the call is split inside a `shard_map`; None outside
-    default: Default | None = None  # what else may carry it out; None for one asked for by name, or the only one
+    certain: bool | None = None  # see `select.select`: None where no other implementation may carry out any of it
     platform: str | None = None  # the one that is known to be lowered for, by JAX's name; None: the process's
     task: Task = "head"
     implementation_reason: str = dataclasses.field(default="", compare=False)
@@ -66,15 +65,15 @@ class How:
 
         Results of both have the same types: mode, dtypes and kept arrays depend on no backend.
         """
-        if self.default is None:
+        if self.certain is None:
             return (self,)
-        chosen = dataclasses.replace(self, default=None)
-        instead = dataclasses.replace(chosen, implementation=self.default.instead)
+        chosen = dataclasses.replace(self, certain=None)
+        instead = dataclasses.replace(chosen, implementation=select.EVERYWHERE)
         head, tokens = local.head, local.rows.batch.hidden.shape[0]
         if WORK[self.task].share(chosen, head.spec, tokens, None if head.valid_columns is None else head.spec):
             return (instead,)
         # The second of two variants is for devices without CUDA.
-        return (chosen,) if self.default.certain else (chosen, dataclasses.replace(instead, platform="cpu"))
+        return (chosen,) if self.certain else (chosen, dataclasses.replace(instead, platform="cpu"))
 
     def total(self, rows: jax.Array) -> jax.Array:
         """A sum over rows as this call means it, from that over this device's rows."""
@@ -283,7 +282,7 @@ def decide(
         heads = multiplied if teacher is None else (spec, teacher)
         return next(filter(None, map(select.load(name).slower, heads)), None)
 
-    name, reason, default = select.select(
+    name, reason, certain = select.select(
         implementation,
         refusal,
         arrays,
@@ -302,19 +301,19 @@ def decide(
         return How(name, None, None, implementation_reason=reason, mode_reason=mode_reason)
     if work.modes is not None:
         mode = work.modes[scalar_loss]
-        return How(name, mode, scratch_bytes, shards, default, task=task, implementation_reason=reason)
+        return How(name, mode, scratch_bytes, shards, certain, task=task, implementation_reason=reason)
     tokens = max(tokens, 1)
     with known_device(arrays) as device:
         platform = None if device is None else device.platform
 
-    def by(name: str, default: Default | None, reason: str) -> How:
-        how = How(name, None, scratch_bytes, shards, default, platform, implementation_reason=reason)
+    def by(name: str, certain: bool | None, reason: str) -> How:
+        how = How(name, None, scratch_bytes, shards, certain, platform, implementation_reason=reason)
         mode, mode_reason = _mode(how, spec, tokens, scalar_loss, backward)
         return dataclasses.replace(how, mode=mode, mode_reason=mode_reason)
 
-    how = by(name, default, reason)
-    if default is not None:
-        share, other = (spec, tokens, padded_share), default.instead
+    how = by(name, certain, reason)
+    if certain is not None:
+        share, other = (spec, tokens, padded_share), select.EVERYWHERE
         if why := _share_of_head(how, *share):
             reason = f"not {name}: {why}"
         elif why := _share_of_head(dataclasses.replace(how, implementation=other), *share):

@@ -23,18 +23,6 @@ def to64(tree: Arrays) -> Arrays:
     }
 
 
-def differences(function: Callable[[Arrays], Any], arrays: Arrays, name: str) -> np.ndarray:
-    """The gradient of `function` with respect to one of its arrays, by central differences."""
-    base = np.asarray(arrays[name], np.float64)
-    out = np.zeros_like(base)
-    for index in np.ndindex(base.shape):
-        step = np.zeros_like(base)
-        step[index] = 1e-6
-        up, down = (function({**arrays, name: base + sign * step}) for sign in (1, -1))
-        out[index] = (up - down) / 2e-6
-    return out
-
-
 class Logits:
     """Capped logits of a head, and the way back from their gradient to the head's arrays."""
 

@@ -13,7 +13,6 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_ce import explain
 from pallas_ce.backends import xla_tiling as tiling
 from pallas_ce.backends.protocol import Mode
-from pallas_ce.backends.select import Default
 from pallas_ce.backends.xla import BACKEND
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.modes.how import How, decide
@@ -82,7 +81,7 @@ def test_few_rows_of_logits_are_rather_made_again() -> None:
 
 def test_what_stands_in_for_the_gpus_kernels_is_planned_for_a_cpu() -> None:
     arrays = {"weight": jnp.zeros((8, 4), jnp.bfloat16), "bias": None, "logit_scale": None, "logit_weights": None}
-    settings = How("mosaic_gpu", "recompute", None, default=Default("xla", certain=False))
+    settings = How("mosaic_gpu", "recompute", None, certain=False)
     rows, head = RowArrays(Batch(jnp.zeros((2, 4))), None), Head(**arrays, spec=_spec(4, 8))
     chosen, elsewhere = settings.variants(Local(Shards(), rows, head, NO_ARRAYS))
     assert (chosen.implementation, chosen.platform) == ("mosaic_gpu", None)
