@@ -270,6 +270,8 @@ def static(name: str, value: Any, low: float, high: float, *, words: str) -> flo
     """A number from `low` to `high`, whose value is known when it is traced."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a Python number, not a traced value: it shapes the compiled program")
+    if isinstance(value, str):
+        raise TypeError(f"{name}={value!r} must be {words}")
     return scalar(name, float(scalar(name, value, low, high, words=words)), low, high, words=words)
 
 

@@ -73,8 +73,8 @@ class StreamedOptions(HeadOptions, total=False):
     Attributes:
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
             bfloat16 and float16; one temperature for all rows), "triton" (a kernel for NVIDIA GPUs from Ampere on;
-            float32 too), or None: in programs for a GPU the kernels that are for it, where they can serve the call,
-            else "xla"; `explain` tells which and why, and whether they have run on such a GPU.
+            float32 too), or None: in programs for a GPU the kernels that are for it, where they serve the call and
+            "xla" is not faster, else "xla"; `explain` tells which and why, and whether they have run on such a GPU.
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
             needed: under `jit` the arrays' own shardings are read.
     """

@@ -23,20 +23,20 @@ from pallas_ce.streaming.rows import flat_rows, zeroed
 def operands_of(problem: Problem) -> tuple[Call, Operands]:
     """The problem as rows, a head, and a row loss with its inputs: by row `[...]`, and those that all rows share."""
     batch, head, mask = problem.rows_that_count()
-    options, wide, total = problem.options, problem.spec.accumulator, problem.how.total
+    options, wide, divisor = problem.options, problem.spec.accumulator, problem.how.divisor
     ids, counts, smoothed = present(batch.labels), present(mask), options.label_smoothing is not None
     u = None  # what smoothing reads, c/V; 1/V throughout without class weights
     weight = problem.token_weights
     by_row = {} if weight is None else {"token_weight": weight}
     weight = jnp.ones(ids.shape, wide) if weight is None else weight
-    normalizer = z_normalizer = total(jnp.sum(jnp.where(counts, weight, 0)))
+    normalizer = z_normalizer = divisor(jnp.sum(jnp.where(counts, weight, 0)))
     if options.class_weights is not None:
         class_weights = jax.lax.stop_gradient(options.class_weights.astype(wide))
         u = class_weights / problem.spec.vocab_size if smoothed else None
         if not class_weights.size:  # nothing counts in an empty vocabulary
             class_weights = jnp.zeros(1, wide)
         by_row["class_weight"] = jnp.where(counts, class_weights[jnp.where(counts, ids, 0)], 0)
-        normalizer = total(jnp.sum(jnp.where(counts, weight * by_row["class_weight"], 0)))
+        normalizer = divisor(jnp.sum(jnp.where(counts, weight * by_row["class_weight"], 0)))
     factors = {"smoothing": options.label_smoothing, "z_loss": options.z_loss}
     shared = {name: jnp.asarray(x, wide) for name, x in factors.items() if x is not None}
     if options.normalizer is not None:

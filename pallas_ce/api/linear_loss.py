@@ -63,7 +63,7 @@ def _linear_loss(row_loss: RowLoss, problem: Problem, *inputs: jax.Array) -> jax
     inverse = jnp.ones((), wide)
     if options.reduction == "mean":
         each = jnp.ones(leading, wide) if weights is None else weights
-        default = problem.how.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
+        default = problem.how.divisor(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
     examples = [flat_rows(leading, x) if i in by_row else x for i, x in enumerate(inputs)]

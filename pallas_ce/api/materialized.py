@@ -192,9 +192,11 @@ def selective_log_softmax(
             f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
             "entries"
         )
-    if index.size == 0:
-        return jnp.zeros(index.shape, specs.logits_spec(logits, None, None).accumulator)
-    problem = _read(logits, index, ignore_index=None, several=True, implementation=implementation)
+    none = index.size == 0
+    labels = jnp.zeros(leading, jnp.int32) if none else index
+    problem = _read(logits, labels, ignore_index=None, several=True, implementation=implementation)
+    if none:
+        return jnp.zeros(index.shape, problem.spec.accumulator)
     return row_statistics.compute_log_probs(("log_prob",), problem)
 
 

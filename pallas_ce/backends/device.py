@@ -100,8 +100,8 @@ def compute_capability(kind: str) -> str | None:
 
 
 def refusal(backend: str) -> str | None:
-    """Why the device traced for cannot run a backend's kernels; None where it can, as Pallas' interpreter does."""
-    if jax.sharding.get_abstract_mesh().abstract_device is None and interpreted():
+    """Why the device traced for cannot run a backend's kernels; None where it can. The interpreter runs Pallas' own."""
+    if backend != "triton" and jax.sharding.get_abstract_mesh().abstract_device is None and interpreted():
         return None
     if (kind := cuda_kind()) is None:
         return "its kernels are for CUDA devices, and this process has none; use 'xla'"

@@ -17,7 +17,6 @@ from pallas_ce.modes import in_forward, recompute
 from pallas_ce.modes.call import Call, Known, Operands, Statistics, added, empty_statistics
 from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
-from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import only
@@ -160,8 +159,6 @@ def loss(call: Call, operands: Operands, by_row: bool) -> tuple[jax.Array, Stati
 
 def total(call: Call, operands: Operands, found: Statistics) -> jax.Array:
     """`Σ row_total` over the rows that count, from their statistics `[...]`."""
-    (by_row, shared), shards = operands.inputs, call.how.shards or Shards()
-    operands = operands._replace(inputs=(by_row, shards.shared(shared)))
     return call.how.total(jnp.sum(_values(call, operands, found)))
 
 

@@ -20,8 +20,8 @@ from pallas_ce.streaming.gradient_products import PerInput, needed_products
 # Below this many rows a block, in_forward's products run far below the machine's rate and recompute is faster.
 _USEFUL_ROWS = 64
 
-# The columns of a product that take as long as to gather one entry: 2·H operations each at 700 TFLOP/s, where a row of
-# the weight is 2·H bytes at 3.4 TB/s.
+# The columns of a product, on one device, that take as long as to gather one entry: 2·H operations each at 700 TFLOP/s,
+# where a row of the weight is 2·H bytes at 3.4 TB/s.
 _COLUMNS_PER_ENTRY = 206
 
 
@@ -78,6 +78,10 @@ class How:
     def total(self, rows: jax.Array) -> jax.Array:
         """A sum over rows as this call means it, from that over this device's rows."""
         return rows if self.shards is None else self.shards.total(rows)
+
+    def divisor(self, rows: jax.Array) -> jax.Array:
+        """The same sum where it divides each row's share of a total."""
+        return rows if self.shards is None else self.shards.divisor(rows)
 
     def block_sizes(self, spec: HeadSpec, tokens: int, mode: Mode | None, weight_sum: WeightSum = _NO_SUM) -> Plan:
         """Block sizes of a pass.

@@ -51,9 +51,8 @@ def forward(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> tuple
         head = whole = how.shards.gather(head)
         how = _handed_whole(how)
     if known is None:
-        operands = operands._replace(head=head)
-        find = forward_statistics(how, call.names | saved, operands.head, before_gradient=before_gradient)
-        found = find(operands.rows, operands.head, NO_ARRAYS)[0]
+        find = forward_statistics(how, call.names | saved, head, before_gradient=before_gradient)
+        found = find(operands.rows, head, NO_ARRAYS)[0]
     else:
         found = known.statistics
     return only(found, call.names), (only(found, saved), whole)

@@ -19,6 +19,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 from pallas_ce.api.linear_loss import linear_loss
 from pallas_ce.api.materialized import chunked_cross_entropy, cross_entropy, mean_squared_lse
+from pallas_ce.statistics.row import RowStatistics, present
 
 LossFn = Callable[..., jax.Array]
 Takes = Literal["logits", "hidden"]
@@ -212,7 +213,7 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
 
 def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
     """The loss with `z_weight·mean(lse²)` added, the mean over the labels that count."""
-    z_term = mean_squared_lse if takes == "logits" else functools.partial(linear_loss, lambda row: row.lse**2)
+    z_term = mean_squared_lse if takes == "logits" else functools.partial(linear_loss, _squared_lse)
     known = inspect.signature(z_term).parameters
 
     @functools.wraps(loss_fn)
@@ -228,3 +229,8 @@ def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
         return loss_fn(*arrays, **options) + z_weight * z_term(*arrays, **of_z)
 
     return with_z_loss
+
+
+# One function for all, which JAX traces once.
+def _squared_lse(row: RowStatistics) -> Any:
+    return present(row.lse) ** 2

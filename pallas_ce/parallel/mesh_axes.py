@@ -38,7 +38,9 @@ class MeshAxes:
         rows: those over which tokens are split; needed under `check_vma=False` where they split the weight too.
         width: those over which the weight's H is split.
         grad: "inside" where `jax.grad` is called inside the `shard_map`, "outside" where `shard_map` itself is
-            differentiated (or nothing is). Only for `check_vma=False`.
+            differentiated (or nothing is). Only for `check_vma=False`. Inside, the gradient of a scalar that all rows
+            share, such as a traced `z_loss` or `normalizer`, is of the device's own rows: add it up over the axes
+            of the rows.
 
     Raises:
         ValueError: axes that the surrounding `shard_map` lacks, that do not go together, or over which JAX knows that

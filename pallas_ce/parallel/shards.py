@@ -1,8 +1,16 @@
 """How one call is split over mesh axes, and the few collectives that make the parts agree.
 
 A streamed operation runs on each device on its own rows and its own slice of the vocabulary. What it needs of the other
-devices is here, as methods that do nothing where nothing is split. `docs/sharding.md` says which sums are made where,
-and why.
+devices is here, as methods that do nothing where nothing is split:
+
+* rows split (data parallelism): the head's gradients are summed over the row axes, the weight's in its own dtype, as
+  JAX's data parallelism sums every other parameter's;
+* vocabulary split (tensor parallelism): partial statistics merge by the rule of `row.merge`, and the devices' shares
+  of the hidden states' gradient are summed in the accumulator dtype;
+* both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
+  (sequence parallelism), or the weight is gathered and its gradient is reduce-scattered (FSDP), whichever moves fewer
+  bytes;
+* the weight's width H split (FSDP): the weight is gathered, its gradient reduce-scattered, also in the weight's dtype.
 """
 
 import dataclasses
@@ -177,13 +185,9 @@ class Shards:
             return rows
         return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
 
-    def shared(self, inputs: Any) -> Any:
-        """What all rows of a `total` share, such as its divisor; all devices' rows count in the derivative."""
-        if self.typed or self.cotangents_of_total or not self.common:  # JAX's own rules see to it
-            return inputs
-        leaves, tree = jax.tree.flatten(inputs)
-        summed = [_used_by_all(self.common, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
-        return jax.tree.unflatten(tree, summed)
+    def divisor(self, rows: jax.Array) -> jax.Array:
+        """The same sum, as what each device's rows are divided by: their shares of its derivative add up."""
+        return psum(rows, self.common)
 
 
 class Local(NamedTuple):
@@ -214,21 +218,10 @@ _replicated_sum.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _used_by_all(axes: Axes, x: jax.Array) -> jax.Array:
-    """`x`, with the derivative added up over devices whose shares of one number it is in."""
-    return x
-
-
-_used_by_all.defvjp(lambda axes, x: (x, None), lambda axes, _, g: (lax.psum(g, axes),))
-
-
 def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight_bytes: int) -> Shards:
     """The way of working where rows, vocabulary and the weight's width are split over these axes.
 
-    Over axes that split rows and vocabulary either the rows are gathered and their gradient is reduce-scattered
-    (sequence parallelism), or the weight is, and its gradient (FSDP), whichever moves fewer bytes. The bytes are a
-    device's hidden states, and its part of the weight, once that is gathered over the width.
+    The bytes are a device's hidden states, and its part of the weight, once that is gathered over the width.
     """
     common = tuple(axis for axis in vocabulary if axis in rows)
     others = without(vocabulary, common)

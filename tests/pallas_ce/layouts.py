@@ -115,14 +115,11 @@ def _head(a: Arrays, vocabulary: int) -> dict[str, Any]:
 
 
 def loss(a: Arrays, vocabulary: int, **options: Any) -> Any:
-    """Every term of the loss at once, one weighted by the logits' scale, whose gradient then comes from both.
-
-    Beside a low-rank term the vocabulary's entries have scales, made of the bias.
-    """
+    """Every term of the loss at once; beside a low-rank term the vocabulary's entries have scales, made of the bias."""
     by_entry = 1 + jnp.tanh(a["bias"]) / 2 if isinstance(a["weight"], LowRank) else None
     terms = {
         "label_smoothing": 0.1,
-        "z_loss": 0.1 * a["logit_scale"] ** 2,
+        "z_loss": 1e-2,
         "class_weights": 0.5 + jnp.arange(vocabulary - 3) % 3,
     }
     return linear_cross_entropy(

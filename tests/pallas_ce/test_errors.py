@@ -88,7 +88,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"logit_softcap": 0.0}, ValueError, r"logit_softcap=0\.0 must be a finite number above 0, or None for no cap"),
         ({"logit_softcap": NAN}, ValueError, "logit_softcap=nan must be a finite number above 0"),
         ({"logit_softcap": 1e39}, ValueError, r"logit_softcap=1e\+39 must .* lies outside \[1e-08, 1e\+33\]"),
-        ({"logit_softcap": "soft"}, TypeError, "logit_softcap is a str"),
+        ({"logit_softcap": "soft"}, TypeError, "logit_softcap='soft' must be a finite number above 0"),
         ({"logit_softcap": 10**400}, ValueError, "logit_softcap=1000.*… must be"),
         ({"logit_scale": np.ones(4)}, ValueError, r"logit_scale has shape \(4,\); it must be a scalar"),
         ({"logit_scale": None}, TypeError, "logit_scale is None; it must be a number"),
