@@ -219,11 +219,16 @@ def known_device(arrays: Any) -> Iterator[AbstractDevice | None]:
 
     Inside, JAX's ambient mesh names it too, which is where rules and tables that depend on the device look.
     """
-    ambient, leaves = jax.sharding.get_abstract_mesh().abstract_device, jax.tree.leaves(arrays)
-    # A tracer has the sharding of its type only.
-    places = (jax.typeof(x).sharding if isinstance(x, jax.Array) else getattr(x, "sharding", None) for x in leaves)
-    meshes = filter(None, (getattr(place, "mesh", None) for place in places))
-    device = ambient or next(filter(None, (mesh.abstract_mesh.abstract_device for mesh in meshes)), None)
+    ambient = jax.sharding.get_abstract_mesh().abstract_device
+    device = ambient or next(filter(None, map(_device, jax.tree.leaves(arrays))), None)
     known = AbstractMesh((), (), (), abstract_device=device)
     with contextlib.nullcontext() if ambient or not device else jax.sharding.use_abstract_mesh(known):
         yield device
+
+
+def _device(array: Any) -> AbstractDevice | None:
+    """The device of an array's, tracer's or struct's mesh."""
+    # A tracer has the sharding of its type only.
+    place = jax.typeof(array).sharding if isinstance(array, jax.Array) else getattr(array, "sharding", None)
+    mesh = getattr(place, "mesh", None)
+    return None if mesh is None else mesh.abstract_mesh.abstract_device

@@ -153,6 +153,7 @@ def test_what_is_checked_has_been_measured() -> None:
     [
         ({"ms": 1.03, "mib": 64.5}, 0, "as before"),
         ({"ms": 1.05, "mib": 65.5}, 1, "slower, more memory"),
+        ({"ms": 0.9}, 0, "faster"),
         ({"jitter": 0.2}, 1, "too unsteady to be judged"),
         ({"device": "NVIDIA H100"}, 0, "skipped"),
         ({"jax": "0.12.0", "ms": 1.05}, 1, "slower (with jax 0.12.0, before with 0.11.2)"),

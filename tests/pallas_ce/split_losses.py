@@ -98,6 +98,20 @@ def test_a_call_inside_shard_map(name: str, layout: Layout, inside: bool, checke
     same(jax.jit(function)(given), expected(name, layout.vocabulary, layout.low_rank, **options), 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "inside", "checked"),
+    [
+        ("in_forward", LAYOUTS[4], True, False),
+        ("recompute", IN_PART[2], False, False),
+        ("in_forward", IN_PART[3], False, True),
+    ],
+    **IDS,
+)
+def test_losses_inside_shard_map(name: str, layout: Layout, inside: bool, checked: bool) -> None:
+    """Under each rule for gradients, and with axes that are left automatic."""
+    test_a_call_inside_shard_map(name, layout, inside, checked)
+
+
 def test_sampled_classes_inside_shard_map() -> None:
     """Each row's label is its largest feature."""
 

@@ -72,7 +72,7 @@ def _check(compiled: Any, arguments: Any, needed: tuple[str, ...], **options: An
     assert used <= told.peak_bytes - shared + n * h
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 @pytest.mark.parametrize(
     ("shape", "dtype", "scratch_bytes"),

@@ -221,7 +221,7 @@ def test_a_batch_of_sequences_streams_a_shared_weight_once(name: str) -> None:
 def test_no_logits_are_stored(name: str) -> None:
     """Of results and gradients."""
     n, h, v = 8192, 64, 40_000
-    run = jax.grad(lambda *given: total(HEADS[name](*given)), (0, 1))
+    run = jax.value_and_grad(lambda *given: total(HEADS[name](*given)), (0, 1))
     shapes = ((n, h), jnp.float32), ((v, h), jnp.float32), ((n,), jnp.int32)
     # The losses that make their gradients in the forward have the logits of a block of rows, 512 MiB by default.
     limit = 640 if name in ("linear_cross_entropy", "linear_loss") else 160

@@ -18,6 +18,7 @@ from pallas_ce import linear_log_probs
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, call, with_gradients
 from tests.pallas_ce.problems import Problem, problems
+from tests.pallas_ce.streamed import no_stored_logits
 
 H200 = AbstractDevice("NVIDIA H200", 132, platform="cuda")
 HIDDEN, WEIGHT = jnp.arange(12.0).reshape(4, 3) / 7, jnp.sin(jnp.arange(15.0)).reshape(5, 3)
@@ -103,6 +104,21 @@ def test_only_what_is_asked_for_is_returned() -> None:
     assert found.entropy is None
     assert found.sum_sq_probs is None
     np.testing.assert_array_equal(linear_log_probs(HIDDEN, WEIGHT, labels, ignore_index=1), plain.at[1].set(0.0))
+
+
+@pytest.mark.parametrize("support", [False, True])
+def test_no_array_of_rows_times_vocabulary(support: bool) -> None:
+    n, v, k = 512, 4096, 64
+
+    def total(hidden: Any, weight: Any, ids: Any) -> Any:
+        given = {"labels": ids[:, 0], "support": ids} if support else {"labels": ids}
+        found = linear_log_probs(hidden, weight, **given, return_entropy=True, scratch_bytes=2**20)
+        return jnp.sum(found.log_probs**2) + jnp.sum(found.entropy)
+
+    # The budget, hidden's float32 gradient, and a few numbers for each id: fewer than K.
+    limit = 2**20 + 4 * n * 64 + 48 * n * k
+    shapes = ((n, 64), jnp.bfloat16), ((v, 64), jnp.bfloat16), ((n, k), jnp.int32)
+    no_stored_logits(jax.grad(total, (0, 1)), n, v, limit, *shapes)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu", "triton"])

@@ -113,8 +113,22 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
     assert np.all(np.abs(off)[clear] <= 4 * unit * np.broadcast_to(size, n)[clear])
 
 
+@pytest.mark.parametrize(
+    ("temperature", "limits"), [(1.0, {}), (0.5, {"min_p": 0.2}), (3.0, {"top_k": 9, "top_p": 0.8})]
+)
+def test_samples_pass_a_chi_square_test(temperature: float, limits: dict[str, Any]) -> None:
+    rows, v = 20_000, 37
+    row, weight = jax.random.normal(jax.random.key(0), (1, 8)), 0.5 * jax.random.normal(jax.random.key(1), (v, 8))
+    found = linear_sample(KEY, jnp.tile(row, (rows, 1)), weight, temperature=temperature, **limits)
+    z = stored_logits(np.asarray(row, np.float64), np.asarray(weight, np.float64))
+    z, _ = _kept(z, temperature, *(limits.get(name) for name in ("top_k", "top_p", "min_p")))
+    log_p = log_softmax(z / temperature)[0]
+    assert _p_value(np.bincount(found.ids, minlength=v), rows * np.exp(log_p)) > 1e-3
+    np.testing.assert_allclose(found.log_probs, log_p[np.asarray(found.ids)], rtol=1e-5, atol=1e-6)
+
+
 def test_rows_and_keys_are_independent() -> None:
-    """Two rows under many keys: each pair of ids as often as the product of their probabilities, so each id as well."""
+    """Two rows under many keys: each pair of ids as often as the product of their probabilities."""
     hidden, weight = jnp.array([[0.0, 1.0], [1.0, 0.5]]), jnp.array([[0.0, 0.0], [1.0, 0.3], [-0.5, 0.2]])
     keys = jax.random.split(KEY, 10_000)
     ids = np.asarray(jax.vmap(lambda key: linear_sample(key, hidden, weight).ids)(keys))

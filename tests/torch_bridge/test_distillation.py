@@ -120,13 +120,13 @@ TARGET = torch.tensor([0, 30, -100, 8, 31, 7, 6])
 PARTS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (
         ("linear_bias", "teacher_bias", "up", "down", "token_weights"),
-        {"divergence": "forward_kl", "normalizer": 3.0, "logit_softcap": 3.0, "validate_parts": True},
+        {"divergence": "forward_kl", "logit_softcap": 3.0, "validate_parts": True},
     ),
     (
         ("logit_scale", "teacher_logit_scale", "temperature"),
         {"divergence": "jsd", "beta": 0.1, "reduction": "none", "teacher_logit_softcap": 4.0},
     ),
-    ((), {"divergence": "reverse_kl", "target": TARGET, "row_mask": torch.arange(N) != 4}),
+    ((), {"divergence": "reverse_kl", "reduction": "sum", "target": TARGET, "row_mask": torch.arange(N) != 4}),
     ((), {"divergence": "reverse_kl", "row_mask": torch.zeros(N, dtype=torch.bool)}),
 )
 

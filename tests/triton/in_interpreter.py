@@ -51,8 +51,12 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[Config]:
 
 
 def in_turn(names: str, cases: Iterable[Any], nightly: Iterable[Any] = ()) -> pytest.MarkDecorator:
-    """Parametrises a test by cases and more of the nightly run, each with one kind of tiles, in turn."""
-    quick, every = ([(*case, kind) for case, kind in zip(x, itertools.cycle(TILES))] for x in (cases, nightly))
+    """Parametrises a test by cases and more of the nightly run, each with one kind of tiles, in turn.
+
+    Neighbours are one case in both modes, so the kinds change their order from pair to pair.
+    """
+    kinds = [*TILES, *reversed(TILES)]
+    quick, every = ([(*case, kind) for case, kind in zip(x, itertools.cycle(kinds))] for x in (cases, nightly))
     return pytest.mark.parametrize(f"{names},tiles", kernel_cases.nightly_but_for(quick, every), indirect=["tiles"])
 
 
@@ -85,12 +89,12 @@ OF_OTHERS = [
     # K labels, temperatures of every kind, masked rows and a given u among them.
     (test_contract.test_statistics_and_any_cotangents_match_the_oracle, {}),
     (test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle, {"backward": "recompute"}),
-    (test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle, {"backward": "in_forward"}),
     (test_distillation.test_parts_that_processes_hold_match_the_definition_in_float64, {}),
+    (test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle, {"backward": "in_forward"}),
 ]
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=3)
 @in_turn("test,options", OF_OTHERS)
 def test_what_is_drawn_for_every_backend(test: Any, options: dict[str, Any]) -> None:
     test(implementation="triton", **options)
@@ -127,11 +131,12 @@ def test_a_row_with_a_nan_is_nan_in_every_gradient(divergence: Any, side: str) -
     )
 
 
+# With pointers the first and the last, with descriptors the others.
 QUICK = [
-    ("every option", "in_forward"),
     ("wide tiles", "statistics"),
-    ("parts added to a sum", "recompute"),
+    ("every option", "in_forward"),
     ("parts of a shard", "recompute"),
+    ("parts added to a sum", "recompute"),
 ]
 
 

@@ -52,6 +52,16 @@ def test_values_and_gradients_are_those_of_the_definition(
     assert_distills(*given, _drawn(seed, places, absent), 1.0)
 
 
+def test_sums_are_of_the_tokens_that_count_over_each_divisor() -> None:
+    x, mask = _drawn(0, 5, False), np.array([[True, True, False], [True, False, True]])
+    by_token = np.where(mask, ours(x), 0)
+    found = [
+        top_k_distillation_loss(**x, mask=mask, **given)
+        for given in ({"aggregation": "fixed_length", "length": 3}, {"normalizer": 7.0})
+    ]
+    np.testing.assert_allclose(found, [by_token.sum() / 6, by_token.sum() / 7], rtol=1e-6)
+
+
 @every_kind
 def test_every_token_is_the_whole_divergence_and_fewer_a_lower_bound(divergence: Any, tail: bool) -> None:
     rng = np.random.default_rng(0)
