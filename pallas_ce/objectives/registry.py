@@ -19,7 +19,8 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 from pallas_ce.api.linear_loss import linear_loss
 from pallas_ce.api.materialized import chunked_cross_entropy, cross_entropy, mean_squared_lse
-from pallas_ce.statistics.row import RowStatistics, present
+from pallas_ce.statistics.logits import present
+from pallas_ce.statistics.row import RowStatistics
 
 LossFn = Callable[..., jax.Array]
 Takes = Literal["logits", "hidden"]

@@ -47,6 +47,7 @@ def install(patch: pytest.MonkeyPatch, config: Config, programs: int = 3) -> Non
     patch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", _added, raising=False)
     patch.setattr(binding, "capability", lambda: 90)
     patch.setattr(device, "interpreted", lambda: True)
+    patch.setattr(device, "refusal", lambda backend: None)
     choices = Choice(config), Choice(config._replace(descriptors=False), aligned=False)
     patch.setattr(configs, "NARROW", {90: choices})
     patch.setattr(configs, "_EXACT", choices)
