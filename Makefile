@@ -43,7 +43,7 @@ test: $(VENV)/.dev  ## run every quality gate (a quarter of an hour on two proce
 	@$(MAKE) --no-print-directory --jobs=2 pytest $(BESIDE)
 
 # What is drawn, only with more examples. Beside the tests the network brings the environments of the others.
-test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (an hour)
+test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (fifty minutes)
 	@$(MAKE) --no-print-directory test BESIDE=environments ARGS='-m "not gpu and not nightly and not drawn"'
 	@$(MAKE) --no-print-directory test-nightly
 
