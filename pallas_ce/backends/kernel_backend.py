@@ -17,6 +17,10 @@ from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradie
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Columns, pad
 
+# The columns of a product, on one device, that take as long as to gather one entry: 2·H operations each at 700 TFLOP/s,
+# where a row of the weight is 2·H bytes at 3.4 TB/s.
+_COLUMNS_PER_ENTRY = 206
+
 
 class KernelBlock(Block):
     """A block's kernels: beside in_forward's also recompute's, for parts of the vocabulary.
@@ -75,6 +79,12 @@ class KernelBackend(Backend):
 
     # Pallas has no rule for kernels that write in place inside checked regions.
     checked_regions = False
+
+    def slower(self, spec: HeadSpec, targets: int = 0, tokens: int = 1) -> str | None:
+        """Many targets a row: `entries` gathers them, and XLA reads them in tiles of all logits."""
+        if min(_COLUMNS_PER_ENTRY, tokens) * targets <= spec.vocab_size:
+            return None
+        return f"gathering {targets} rows of the weight for each row takes longer than XLA's product with all of them"
 
     def copy_bytes(self, spec: HeadSpec, dtype: np.dtype) -> int:
         """Of a weight in another dtype than the operands'."""

@@ -150,8 +150,8 @@ class Backend(Protocol):
         """
         return None
 
-    def slower(self, spec: HeadSpec) -> str | None:
-        """Why another backend is faster for such a head, which this one serves by name only; None where none is."""
+    def slower(self, spec: HeadSpec, targets: int = 0, tokens: int = 1) -> str | None:
+        """Why XLA is faster for such a head and K `targets` a row, which this one serves by name only; None if not."""
         return None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:

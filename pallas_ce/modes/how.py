@@ -20,10 +20,6 @@ from pallas_ce.streaming.gradient_products import PerInput, needed_products
 # Below this many rows a block, in_forward's products run far below the machine's rate and recompute is faster.
 _USEFUL_ROWS = 64
 
-# The columns of a product, on one device, that take as long as to gather one entry: 2·H operations each at 700 TFLOP/s,
-# where a row of the weight is 2·H bytes at 3.4 TB/s.
-_COLUMNS_PER_ENTRY = 206
-
 
 class WeightSum(NamedTuple):
     """In_forward's sum for the weight over several blocks of rows, as far as a single block does without."""
@@ -279,12 +275,10 @@ def decide(
         return work.refusal(name, spec, rows)
 
     def slower(name: str) -> str | None:
-        k, size = rows.targets or 0, spec.vocab_size
-        if work.modes is None and select.for_cuda(name) and k * _COLUMNS_PER_ENTRY > size and k * tokens > size:
-            return f"its {k} targets a row are gathered from the weight, and XLA sooner reads them in all logits"
-        multiplied = (spec,) if work.modes is None else ()
-        heads = multiplied if teacher is None else (spec, teacher)
-        return next(filter(None, map(select.load(name).slower, heads)), None)
+        backend = select.load(name)
+        if teacher is not None:
+            return backend.slower(spec) or backend.slower(teacher)
+        return backend.slower(spec, rows.targets or 0, tokens) if work.modes is None else None
 
     name, reason, certain = select.select(
         implementation,

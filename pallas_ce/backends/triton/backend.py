@@ -113,9 +113,10 @@ class TritonBackend(KernelBackend):
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
         return None if padded_share else targets.refusal(self.name)  # asked for the call, where its arrays are known
 
-    def slower(self, spec: HeadSpec) -> str | None:
+    def slower(self, spec: HeadSpec, targets: int = 0, tokens: int = 1) -> str | None:
         """Full float32, which the kernel multiplies without tensor cores, as cuBLAS does in larger tiles."""
-        return "XLA's products are faster in full float32" if configs.precision(spec) == "ieee" else None
+        exact = "XLA's products are faster in full float32" if configs.precision(spec) == "ieee" else None
+        return exact or super().slower(spec, targets, tokens)
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
