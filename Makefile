@@ -19,7 +19,6 @@ WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
 PY = $(VENV)/bin/python
 # A process that has run its share takes from the other's: the times of tests differ a hundredfold.
 PYTEST = -m pytest -n $(WORKERS) --dist=worksteal
-QUICKLY = $(PYTEST) --hypothesis-profile=quick
 export PYTHON TAG
 
 # Without a CUDA extra the environment can only compute on the CPU, and JAX need not look for a GPU.
@@ -30,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all setup environments format lint typecheck docs pytest wheel release \
-	test-nightly test-levanter test-extras test-installs test-gpu bench-check fuzz mutants clean
+	test-nightly test-newest test-levanter test-extras test-installs test-gpu bench-check fuzz mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -78,17 +77,20 @@ release: wheel  ## build what a release publishes, where tag, version, changelog
 	@$(PY) tools/check_release.py dist
 
 # Of Triton's table, an architecture times a kind of call, a fifth: each kind on several architectures.
-# On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
-# oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
+# With the oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
 test-nightly: $(VENV)/.dev environments $(if $(EXTRA),,$(VENV)/.tpu)  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) $(PYTEST) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=$(CASES) $(ARGS)
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=1 $(WITHOUT_TORCH) $(ARGS)
-	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
-	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
+	@$(MAKE) --no-print-directory test-newest
 	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python $(PYTEST) -m nightly --cases=4 tests/flax_modules $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
-	@$(OLDEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
+	@$(OLDEST)/bin/python $(PYTEST) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
+
+# As XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py).
+test-newest: $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev  ## run tests on the newest jax and the newest PyTorch
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not slow" --cases=1 $(WITHOUT_TORCH) $(ARGS)
+	@$(NEWEST_COMPILE)/bin/python $(PYTEST) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
+	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	@$(NEWEST_TORCH)/bin/python $(PYTEST) -m "not gpu and not slow and not nightly" --cases=2 torch_bridge $(OF_TORCH) $(ARGS)
 
 # Apart from the other trainers: it asks for an older optax, and is 1.8 GB.
 test-levanter: $(LEVANTER)/.dev  ## compare the loss with Levanter's own

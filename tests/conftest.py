@@ -34,9 +34,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.internal.conjecture import providers
 
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=6, print_blob=True)
-hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=12)
-hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=3)
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=3, print_blob=True)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=8)
 # For a fault that was planted: whether a test fails, not by which least example.
 hypothesis.settings.register_profile(
     "mutants",

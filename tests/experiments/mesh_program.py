@@ -117,7 +117,8 @@ def gpus() -> Iterator[str]:
 
     one = losses("")
     assert one[-1] < 0.97 * one[0], one
-    for mesh in (f"data={count}", f"tensor={count}", f"tensor={count},sequence", f"fsdp={count}"):
+    both = [f"fsdp={count // 2},tensor=2"] if count >= 4 else []
+    for mesh in (f"data={count}", f"tensor={count}", f"tensor={count},sequence", f"fsdp={count}", *both):
         got = losses(mesh)
         apart = np.max(np.abs(np.subtract(got, one)) / one)
         assert apart < 2e-3, (mesh, got, one)

@@ -44,6 +44,7 @@ def dry_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
     return {stem: document["points"] for stem, document in documents.items()}
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("name", "sections", "timed"),
     [

@@ -42,9 +42,9 @@ def test_a_run_begun_on_one_mesh_goes_on_on_another(arguments: Any, tmp_path: Pa
 
 @pytest.mark.gpu
 def test_every_mesh_of_gpus_gives_the_curve_of_one() -> None:
-    if len(jax.devices()) < 2:
+    if (gpus := len(jax.devices())) < 2:
         pytest.skip("one GPU")
     # Neither this process nor that one may take the GPUs' memory beforehand.
     out = _run("gpus", devices={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"})
     print(out)
-    assert out.count("passed") == 4
+    assert out.count("passed") == (5 if gpus >= 4 else 4)

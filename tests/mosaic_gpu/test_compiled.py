@@ -131,7 +131,7 @@ BUDGETS = [
 ]
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_memory_and_parts_of_a_loss_and_its_gradients(budget: Budget) -> None:
     """`explain` predicts the memory."""
@@ -186,6 +186,7 @@ def test_few_rows_take_few_kernels_beside_ours() -> None:
     assert len(launched) <= 9, launched
 
 
+@pytest.mark.nightly
 def test_the_device_chooses_in_the_smallest_programs_which_take_little_memory() -> None:
     def statistics(hidden: Any, weight: Any, labels: Any) -> Any:
         given = {"statistics": ("lse",), "row_mask": labels > 0, "implementation": "mosaic_gpu"}
@@ -268,7 +269,7 @@ def test_gradients_in_float16(mode: str, axis: int) -> None:
     clean(jax.value_and_grad(loss, (0, 1)), *h200.of_head(4096, 32768, 2048, axis, jnp.float16))
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "scratch_bytes", "v"),
     [("recompute", 2**19, 2000), ("in_forward", 2**19, 2008), ("recompute", None, 2008), ("in_forward", None, 2000)],

@@ -37,6 +37,7 @@ def check(n: int, v: int, dtype: Any, offset: float, options: dict[str, Any]) ->
     assert_exact_but_rounded(*of_stored_logits(logits_of(n, v, dtype, offset), labels, cotangent, **NAMED, **options))
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("n", "v", "dtype", "offset", "options"),

@@ -83,6 +83,7 @@ def test_thread_blocks_at_work_share_a_few_row_blocks_and_come_back_the_way_they
     assert columns[24:48] == [448 - 64 * (i // 3) for i in range(24)]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("sets", [1, 7, 9, 64, 100])
 def test_statistics_of_tiles_are_joined_in_one_order_whatever_the_rows(sets: int) -> None:
     """Entry by entry: in a reduction XLA might choose another order for other sizes."""

@@ -17,7 +17,7 @@ from tests.compile_for_h200 import clean, of_head
 from tests.pallas_ce.streamed import assert_top_k, exact_head, stored_logits
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.usefixtures("maxima_keep_nan")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize(

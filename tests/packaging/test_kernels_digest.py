@@ -26,6 +26,7 @@ def forget() -> Iterator[Callable[[], None]]:
     clear()
 
 
+@pytest.mark.nightly
 def test_it_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert results.kernels() == kernels_digest.digest()

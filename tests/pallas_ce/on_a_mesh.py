@@ -29,6 +29,7 @@ from tests.pallas_ce.cases import BY_ROW, CASES, HEADS, SERVED, TEMPERED, Sizes,
 from tests.pallas_ce.checks import assert_near_oracle, library_results
 from tests.pallas_ce.layouts import LAYOUTS, Layout, flat, mesh, same
 from tests.pallas_ce.problems import Problem, problems
+from tests.pallas_ce.sums import LOSS_SCALES, assert_adds
 
 
 def by_name(layout: Layout) -> dict[str, P]:
@@ -41,12 +42,16 @@ def by_name(layout: Layout) -> dict[str, P]:
     p=problems(multiple=4, scaled=True),
     layout=st.sampled_from(LAYOUTS),
     backward=st.sampled_from(["recompute", "in_forward"]),
+    loss_scale=st.none() | LOSS_SCALES,
 )
-def test_any_options_split_over_a_mesh(p: Problem, layout: Any, backward: str) -> None:
-    """Rows, vocabulary and width, as the parallelisms of training split them."""
+def test_any_options_split_over_a_mesh(p: Problem, layout: Any, backward: Any, loss_scale: float | None) -> None:
+    """Rows, vocabulary and width, as the parallelisms of training split them; with a loss scale, added to sums."""
     specs, on = by_name(layout), mesh(shape=(2, 2))
     p.arrays = {name: jax.device_put(x, NamedSharding(on, specs.get(name, P()))) for name, x in p.arrays.items()}
-    assert_near_oracle(p, library_results(p, "xla", backward))
+    if loss_scale is None or not p.arrays.keys().isdisjoint(("up", "vocab_scale")):
+        assert_near_oracle(p, library_results(p, "xla", backward))
+    else:
+        assert_adds(p, loss_scale, implementation="xla", backward=backward)
 
 
 WHOLE = P()

@@ -125,6 +125,7 @@ STREAMED = [
 ]
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize(
     ("function", "name", "dtype"),
     [
@@ -141,7 +142,7 @@ def test_stored_logits_at_any_offset(function: Rows, name: str, dtype: Any, offs
     assert_as_plain(compiled(function, name), compiled(shifted, name), z)
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(("function", "implementation", "name"), STREAMED)
 @hypothesis.given(offset=OFFSETS, seed=st.integers(0, 99))
 def test_streamed_logits_at_any_offset(

@@ -83,6 +83,7 @@ def noisy(loss: Any) -> Any:
 RUNS = itertools.count()
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("spoilt", "message"),

@@ -126,7 +126,7 @@ def test_the_gradient_of_a_vocab_scale_stays_within_the_scratch() -> None:
     assert _used(compiled) <= 1.1 * told.peak_bytes
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("implementation", "name", "backward"),
     [*itertools.product(("mosaic_gpu", "triton"), ("mapped", "scanned"), ("in_forward", "recompute")),
@@ -201,7 +201,7 @@ def test_a_ragged_tiles_share_of_the_weights_gradient_is_added_in_place_on_an_h2
         assert not re.search(r" slice\(", add)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("implementation", "backward", "needed"),
     [("mosaic_gpu", *MODES[0]), ("triton", *MODES[2]), ("triton", *MODES[3]), ("xla", *MODES[2])],

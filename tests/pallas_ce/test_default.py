@@ -169,7 +169,7 @@ def serving(gpu: str, name: str, dtype: Any = jnp.bfloat16) -> set[str]:
     return {"mosaic_gpu"} if dtype == jnp.bfloat16 or "stored" in name else set()
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("gpu", [HOPPER, pytest.param(AMPERE, marks=needs_triton), None], indirect=True)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(name: str, gpu: str | None) -> None:
@@ -177,7 +177,7 @@ def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(name: str, gpu:
     assert_served(serving(gpu, name) if gpu else set[str](), CALLS[name], *structs())
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "row temperatures"])
 def test_a_mesh_of_h200s_decides_for_what_lies_on_it(name: str, dtype: Any) -> None:
@@ -194,6 +194,7 @@ def test_many_targets_of_a_row_are_xlas(gpu: str) -> None:
         assert_served(served, lambda h, w, t, k=k: linear_log_probs(h, w, jnp.stack([t] * k, 1)), *structs(n=n))
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("name", ["the loss", "the loss of a shard", "top-k", "stored logits, each row"])
 def test_in_a_shard_map_they_serve_where_axes_are_not_tracked(name: str, checked: bool) -> None:

@@ -70,6 +70,7 @@ def test_value_and_gradients_match_the_definition_in_float64(data: Any, implemen
     assert_distills(ours, theirs, arrays | {"token_weights": weights}, cotangent)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla"])
 @hypothesis.given(data=st.data())
@@ -119,6 +120,7 @@ def test_parts_that_processes_hold_match_the_definition_in_float64(data: Any, im
 ENDS = [1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6]
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("beta", ENDS)
 def test_a_mixture_that_is_almost_one_side_has_relative_accuracy(implementation: Any, beta: float) -> None:

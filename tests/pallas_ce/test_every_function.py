@@ -79,6 +79,7 @@ def test_float64_is_served_in_float64(name: str) -> None:
         assert_close(got, want, 1e-11, floor=1e-11)
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
     ("name", "options"),
     [*((name, {}) for name in LOSSES), ("linear_cross_entropy", {"backward": "recompute"}),
@@ -184,6 +185,7 @@ def test_chosen_entries_are_constants(name: str) -> None:
     assert not any(np.any(g) for g in gradients)
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("name", ["linear_top_k", "linear_sample", "linear_sample of the 3 largest", "sampled_softmax"])
 def test_functions_that_choose_or_draw_entries_take_a_low_rank_term(name: str, vocab_axis: int) -> None:

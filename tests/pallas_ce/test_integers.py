@@ -80,7 +80,7 @@ def _near(vocab_size: int) -> list[int]:
     return [*within, -1, -100, vocab_size, 2**7, 255, 2**8 + 1, 2**16 + 1, 2**31 + 1, 2**32, 2**32 + 1, 2**63 + 1]
 
 
-@pytest.mark.nightly(keep=10)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("name", CALLS)
 @hypothesis.settings(max_examples=2)
 @hypothesis.given(data=st.data())

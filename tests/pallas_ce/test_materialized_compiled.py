@@ -50,7 +50,7 @@ def _copies(text: str, kinds: str = "copy(?:-start)?") -> int:
     return len(re.findall(rf"= \(?\w+\[{N},{V}\][^=]* (?:{kinds})\(", text))
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -68,6 +68,7 @@ def test_a_donated_buffer_becomes_the_gradient_with_no_copy_of_it(device: str, d
         assert len(re.findall(r" fusion\(", text)) <= 24
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 @pytest.mark.parametrize(
     ("name", "blocks", "copies"), [("cross_entropy", 4, 1), ("value", 2, 0), ("selective value", 2, 0)]

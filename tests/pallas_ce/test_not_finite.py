@@ -29,7 +29,7 @@ SPOILT = [
 ]
 
 
-@pytest.mark.nightly(keep=len(CASES))
+@pytest.mark.nightly(keep=20)
 @pytest.mark.parametrize(("name", "size", "implementation", "backward"), SPOILT)
 @hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)  # each of all inputs
 @hypothesis.given(seed=SEEDS)
@@ -84,6 +84,7 @@ def test_a_maximum_without_other_statistics_has_its_rows_nan(statistics: Any) ->
     assert np.isnan(P.linear_row_statistics(hidden, **head, statistics=statistics).max_logit).all()
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("divergence", DISTILLATIONS)
 @pytest.mark.parametrize("side", ["hidden", "teacher_hidden"])

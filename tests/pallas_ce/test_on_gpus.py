@@ -20,6 +20,7 @@ LAYOUTS = {
     "tensor": (P(), P("gpu")),
     "sequence": (P("gpu"), P("gpu")),
     "FSDP over H": (P("gpu"), P(None, "gpu")),
+    "FSDP and tensor": (P("gpu"), P("pair", "gpu")),
 }
 
 
@@ -62,11 +63,13 @@ def exact_gradients(vocab_size: int) -> list[np.ndarray]:
 def test_every_layout_gives_what_one_gpu_gives(layout: str, backward: str, vocab_size: int) -> None:
     """Also of a padded vocabulary, whose last device has some padding, or nothing else."""
     gpus = jax.devices()
-    if len(gpus) < 2:
-        pytest.skip("one GPU")
+    pairs = 2 if "pair" in LAYOUTS[layout][1] else 1
+    if len(gpus) < 2 * pairs:
+        pytest.skip(f"fewer than {2 * pairs} GPUs")
 
     def mesh(devices: Any) -> Any:
-        return jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
+        shape = (len(devices) // pairs, pairs) if len(devices) > 1 else (1, 1)
+        return jax.make_mesh(shape, ("gpu", "pair"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
     one = results(mesh(gpus[:1]), LAYOUTS[layout], vocab_size, backward)
     several = results(mesh(gpus), LAYOUTS[layout], vocab_size, backward)

@@ -60,7 +60,7 @@ def test_every_product_of_every_function_has_the_precision_asked_for(
     assert_all(products(HEADS[name], precision=precision, **options, **teacher), precision)
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", HEADS)
 def test_jaxs_configuration_decides_where_nothing_is_said(name: str) -> None:
     teacher = {"teacher_precision": "tensorfloat32"} if name in DISTILLATIONS else {}
@@ -123,6 +123,7 @@ def test_a_float32_head_of_bfloat16_inputs(implementation: str) -> None:
     assert_all(products(functools.partial(linear_log_probs, dtype=jnp.float32), jnp.bfloat16), "highest")
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(("implementation", "backward"), STREAMED)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("masters", [jnp.bfloat16, jnp.float32])

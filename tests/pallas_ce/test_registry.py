@@ -41,6 +41,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize(("options", "plain"), OPTIONS)
 def test_every_built_in_loss_is_the_same_mean_over_the_labels_that_count(name: str, options: Any, plain: Any) -> None:

@@ -17,6 +17,7 @@ from tests.pallas_ce.problems import WAYS, Problem, make, problems, small_scratc
 from tests.pallas_ce.sums import assert_adds
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
 @hypothesis.given(
     p=problems(low_rank=False), loss_scale=st.sampled_from([1.0, 0.3, -128.0, 0.0]), bias=st.booleans(),
@@ -46,6 +47,7 @@ def test_a_scale_of_zero_and_a_nan_that_does_not_count(vocab_axis: int) -> None:
         assert all(np.isfinite(x).all() for x in found[:3])
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("scratch_bytes", [None, 30_000])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 def test_bits_are_those_of_adding_gradients(backward: Any, scratch_bytes: int | None) -> None:

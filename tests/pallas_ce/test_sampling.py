@@ -113,6 +113,7 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
     assert np.all(np.abs(off)[clear] <= 4 * unit * np.broadcast_to(size, n)[clear])
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("temperature", "limits"), [(1.0, {}), (0.5, {"min_p": 0.2}), (3.0, {"top_k": 9, "top_p": 0.8})]
 )

@@ -160,6 +160,7 @@ def test_a_transformed_loss_is_that_of_stored_logits(name: str, transformation: 
     assert_close(got, want, 1e-5, floor=2e-6)
 
 
+@pytest.mark.nightly(keep=4)
 @every_loss
 def test_the_same_vjp_called_twice(name: str) -> None:
     _, vjp = jax.vjp(lambda h, w: LOSSES[name][0](h, w, LABELS[0]), HIDDEN[0], WEIGHT[0])

@@ -104,7 +104,7 @@ def test_retained_and_repeated_backward_with_any_upstream_is_exact_each_time(hea
         loss.backward()
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tokens", [TOKENS, 256])  # padded and not
@@ -202,6 +202,7 @@ def test_small_float16_gradients_survive_until_the_loss_is_scaled(head):
     assert_close(got, gradients(in_forward(*low, target), low), rtol=2e-3, atol=0)
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
     ("options", "dtype", "narrow"),
     [

@@ -88,7 +88,7 @@ def assert_as_eager(compiled, function, sizes, rtol, atol):
         torch.testing.assert_close(value_and_gradients(compiled, *given), want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [(name, None) for name in FUNCTIONS if "policy" not in name and name != "shift"]
@@ -102,6 +102,7 @@ def test_a_compiled_function_is_the_eager_one_without_graph_breaks(name, dynamic
         assert_as_eager(compiled, FUNCTIONS[name], sizes, 1e-6, 1e-7 if name in LINEAR else 1e-6)
 
 
+@pytest.mark.nightly
 def test_a_compiled_function_serves_every_temperature_that_is_a_number():
     compiled = torch.compile(policy, fullgraph=True, backend="aot_eager")
     for temperature in (0.7, 1.0, 1.3, 1.7):
@@ -143,7 +144,7 @@ def test_the_operator_of_stored_logits_passes_torchs_own_checks(mean, inplace):
     torch.library.opcheck(OPERATORS.materialized_row_statistics.default, arguments)
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     "name", [*MODES, "log_probs", "log_probs, several", "log_probs, support", "row_statistics", "two"]
 )

@@ -104,6 +104,7 @@ def test_a_shift_is_the_loss_of_slices(function, leading, shift):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("tokens", "vocabulary", "width"),
     [(5, 256, 256), (5, 300, 256), (5, 256, 300), (256, 9, 6), (257, 9, 6)],

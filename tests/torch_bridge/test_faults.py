@@ -42,6 +42,7 @@ assert told.count(True) == 1  # the user's own filter comes first
 """
 
 
+@pytest.mark.nightly
 def test_in_a_process_that_was_forked_too_late_the_bridge_says_so_where_jax_would_hang() -> None:
     processes.script(FORKED)
 

@@ -43,7 +43,7 @@ ADAPTED = {
 }
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("patched", [patched_before, patched_after])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ADAPTED)

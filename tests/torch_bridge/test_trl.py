@@ -30,6 +30,7 @@ def exact(hidden, weight, bias, targets, temperature, cap, scale):
     return target, entropy, (2 * log_p).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("temperature", "cap", "scale"), [(1.0, None, 1.0), (0.7, 3.0, 0.5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_heads_function_returns_what_trls_does(dtype, temperature, cap, scale):
@@ -188,6 +189,7 @@ def trained(trl, name, model, directory):
     return products, {name: p.detach() - before[name] for name, p in model.named_parameters() if name in before}, losses
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.filterwarnings("ignore")  # TRL's, transformers' and accelerate's own
 @pytest.mark.parametrize("name", [pytest.param(x, marks=REPEATED.get(x, ())) for x in TRAINERS])
 def test_a_trainer_of_trl_trains_alike_by_the_bridges_calls_and_without_products_of_the_vocabulary(trl, name, tmp_path):

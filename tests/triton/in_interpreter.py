@@ -94,7 +94,7 @@ OF_OTHERS = [
 ]
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=2)
 @in_turn("test,options", OF_OTHERS)
 def test_what_is_drawn_for_every_backend(test: Any, options: dict[str, Any]) -> None:
     test(implementation="triton", **options)

@@ -41,6 +41,7 @@ def _drawn(seed: int, places: int, absent: bool) -> dict[str, np.ndarray]:
     return {"log_probs": log_p, "teacher_log_probs": log_q}
 
 
+@pytest.mark.nightly(keep=3)
 @every_kind
 @hypothesis.given(seed=st.integers(0, 2**16), places=st.sampled_from([5, 1]), absent=st.booleans(),
                   beta=st.sampled_from([0.1, 0.5, 0.9]))  # fmt: skip
@@ -88,6 +89,7 @@ def test_certain_teachers_impossible_tokens_and_empty_rows_keep_finite_gradients
     assert np.all(np.isfinite(gradient))
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6])
 def test_a_mixture_that_is_almost_one_side_has_relative_accuracy(beta: float, tail: bool) -> None:

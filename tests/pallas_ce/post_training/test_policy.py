@@ -196,6 +196,7 @@ def test_a_fixed_length_of_a_large_batch_does_not_overflow() -> None:
 OUTSIDE = ("log_probs", "old_log_probs", "ref_log_probs", "sampler_log_probs")
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("objective", ["clip", "cispo", "sapo"])
 @pytest.mark.parametrize("outside", [OUTSIDE, *((name,) for name in OUTSIDE)], ids=str)
 def test_a_token_outside_a_support_is_as_one_that_is_masked(objective: Any, outside: tuple[str, ...]) -> None:
