@@ -32,7 +32,6 @@ QUICK = [
 ]
 
 
-@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(("name", "mode"), nightly_but_for(QUICK, EACH))
 @pytest.mark.usefixtures("interpreted")
 def test_the_loss_and_its_gradients(name: str, mode: Any, tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:

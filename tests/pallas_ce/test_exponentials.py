@@ -53,8 +53,8 @@ class PlainBlock(Block):
 
 def remade(logits: Any, labels: Any, dtype: Any = jnp.bfloat16) -> int:
     """How many rows are made again of a block whose rows all have these logits."""
-    spec = HeadSpec(8, VOCABULARY, VOCABULARY, 0, np.dtype(dtype), None)
-    head = Head(jnp.zeros((VOCABULARY, 8), dtype), jnp.asarray(logits, jnp.float32), None, None, spec)
+    spec = HeadSpec(8, logits.size, logits.size, 0, np.dtype(dtype), None)
+    head = Head(jnp.zeros((logits.size, 8), dtype), jnp.asarray(logits, jnp.float32), None, None, spec)
     batch = Batch(jnp.zeros((ROWS, 8), dtype), None if labels is None else jnp.asarray(labels, jnp.int32))
     block = PlainBlock(head, batch, None, [])
     partial, _ = block.make(frozenset({"lse"}))
@@ -96,6 +96,13 @@ def test_without_targets_and_in_float16_a_sample_tells(height: float, again: int
     logits = likely()
     logits[7] = height
     assert remade(logits, [7] * ROWS if dtype == jnp.float16 else None, dtype) == again
+
+
+@pytest.mark.parametrize(("dtype", "again"), [(jnp.bfloat16, 0), (jnp.float16, ROWS)])
+def test_a_sample_with_all_of_the_sum_is_too_high_for_float16(dtype: Any, again: int) -> None:
+    logits = np.zeros(64_000)
+    logits[0] = 80.0
+    assert remade(logits, None, dtype) == again
 
 
 def first_bits(x: np.ndarray, bits: int) -> np.ndarray:
