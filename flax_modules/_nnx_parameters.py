@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+# What a layer may have with a shape that is no part of its product.
+_ASIDE = (nnx.Module, nnx.RngState, nnx.Intermediate, np.dtype, np.generic)
+
 
 class Parameters(NamedTuple):
     """The parameters of a head, to be read by `array`.
@@ -47,13 +50,21 @@ def parameters(source: Any) -> Parameters:
     for name, usual in (("dot_general", jax.lax.dot_general), ("einsum_op", jnp.einsum)):
         if getattr(inner, name, usual) is not usual:
             raise TypeError(f"source has {name} of its own, which the head would not call: make it JAX's")
-    own = {name: x for name, x in vars(inner).items() if not isinstance(x, nnx.LoRAParam)}
-    names = [name for name, x in own.items() if len(getattr(x, "shape", ())) == 2]
-    if "embedding" not in names and len(names) != 1:
+    own = vars(inner)
+    arrays = {
+        n: x for n, x in own.items() if isinstance(getattr(x, "shape", None), tuple) and not isinstance(x, _ASIDE)
+    }
+    names = [n for n, x in arrays.items() if len(x.shape) == 2 and not isinstance(x, nnx.LoRAParam)]
+    if len(names) != 1:
         raise TypeError(
             f"source is a {type(inner).__name__} with the matrices {names}, but a head has one: pass the parameter"
         )
-    name = "embedding" if "embedding" in names else names[0]
+    (name,) = names
+    if beside := arrays.keys() - {name, "bias", f"{name}_lora_a", f"{name}_lora_b"}:
+        raise TypeError(
+            f"source is a {type(inner).__name__} with {', '.join(sorted(beside))} beside its matrix, which the head "
+            "would not apply: dequantise the weight, call a bias `bias`, or pass the parameter"
+        )
     adapters = [(x.lora_a, x.lora_b) for x in (source, own.get("lora")) if isinstance(x, nnx.LoRA)]
     if of_qwix := hasattr(inner, f"{name}_lora_b"):  # beside the weight
         adapters.append((getattr(inner, f"{name}_lora_a"), getattr(inner, f"{name}_lora_b")))

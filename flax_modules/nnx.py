@@ -153,7 +153,8 @@ class LossHead(HeadCalls, nnx.Module):
         Args:
             source: a layer, or a parameter alone: an `nnx.Param`, an array, or a variable with a `.value`, as of Keras.
                 A layer is an `nnx.Embed`, `nnx.Linear`, `nnx.Einsum`, `nnx.LoRALinear`, an `nnx.LoRA` around one, or
-                another module with one matrix, whose output is taken for the product with it plus its `bias`.
+                another module with one matrix, whose output is taken for the product with it plus its `bias`. A
+                layer with another parameter, such as the scale of a quantised matrix, is refused.
             vocab_axis: 0 where the weight is `[V, H]`, 1 where it is `[H, V]`; needed where the layer does not tell.
             vocab_size: number of its entries that are vocabulary, where it is padded (default: all).
             **options: as for `LossHead`. `dtype` and `precision` default to the layer's, and serve the adapter too.
@@ -164,8 +165,8 @@ class LossHead(HeadCalls, nnx.Module):
             The head.
 
         Raises:
-            TypeError: no parameter and no layer with one matrix, a layer that multiplies in a way of its own, or, when
-                called, a quantised weight whose package has no `dequantize`.
+            TypeError: no parameter and no layer with one matrix, a layer that multiplies in a way of its own or has
+                another parameter, or, when called, a quantised weight whose package has no `dequantize`.
             ValueError: no matrix, several adapters, `vocab_axis` missing or wrong, `vocab_size` above its entries, or
                 an adapter of qwix without `lora_scale`.
 

@@ -127,6 +127,14 @@ def test_a_parameter_is_the_weight(source, axis, hidden, labels):
     assert_close(nnx.jit(lambda head: head(hidden, labels))(head), want)
 
 
+def with_state(layer):
+    """The layer with what packages keep in one beside its parameters."""
+    layer.kernel_scale, layer.key = None, nnx.RngKey(jax.random.key(0), tag="dropout")
+    layer.seen = nnx.Variable({"count": jnp.zeros(()), "sum": jnp.zeros(VOCAB)})  # as a quantiser of qwix
+    layer.norm = nnx.Intermediate(jnp.zeros(VOCAB))
+    return layer
+
+
 def layers():
     """Layers of several kinds, with which axis of the weight is the vocabulary, where they do not tell it."""
     bias, lora = {"bias_init": NORMAL}, {"b_initializer": NORMAL}
@@ -137,6 +145,7 @@ def layers():
     yield "transposed", einsum(True, bias_shape=(VOCAB,), **bias), None
     yield "linear", linear, None
     yield "lora of linear", of(nnx, "LoRA", FEATURES, RANK, VOCAB, base_module=linear, **lora), None
+    yield "state beside the matrix", with_state(of(nnx, "Linear", FEATURES, VOCAB, dtype=np.float32, **bias)), None
     yield "lora linear", of(nnx, "LoRALinear", FEATURES, VOCAB, lora_rank=RANK, **lora, **bias), None
 
 
@@ -267,11 +276,20 @@ def test_layers_that_a_head_does_not_take_are_refused_by_name():
     class Own(nnx.Linear):
         pass
 
+    def beside(name, *shape):
+        layer = nnx.Linear(4, 9, use_bias=False, rngs=rngs)
+        setattr(layer, name, nnx.Param(jnp.ones(shape)))
+        return layer
+
     multiplies = nnx.Linear(4, 9, dot_general=lambda *given, **options: None, rngs=rngs)
     for error, words, call in (
         (TypeError, "source is an nnx.LoRA of a NoneType", lambda: make(lora(None))),
         (TypeError, "source is a list: pass a parameter", lambda: make([1])),
         (TypeError, "dot_general of its own", lambda: make(multiplies)),
+        (TypeError, "Linear with kernel_scale beside its matrix, .*: dequantise", lambda: make(beside("kernel_scale"))),
+        (TypeError, "Linear with kernel_scale beside its matrix", lambda: make(beside("kernel_scale", 9))),
+        (TypeError, "Linear with b beside its matrix, .* call a bias `bias`", lambda: make(beside("b", 9))),
+        (TypeError, r"Linear with the matrices \['kernel', 'scale'\]", lambda: make(beside("scale", 1, 9))),
         (TypeError, r"BatchNorm with the matrices \[\]", lambda: make(nnx.BatchNorm(4, rngs=rngs))),
         (ValueError, "vocab_axis=None, with a Own: pass 0 for", lambda: make(Own(4, 9, rngs=rngs))),
         (ValueError, "vocab_axis=0, but .* Linear is axis 1", lambda: make(linear, vocab_axis=0)),
