@@ -66,7 +66,8 @@ class HeadCalls:
         loss   = mean over counted tokens of  lse - (1 - α) * logits[label] - α * mean(logits) + β * lse**2
 
     with `lse = log(sum(exp(logits)))`, `α = label_smoothing` and `β = z_loss`; `pallas_ce.linear_cross_entropy` states
-    the loss in full.
+    the loss in full. A head takes no `vocab_scale`, which would be a parameter of its own that no kernels serve: the
+    functions of `pallas_ce` take it, with the head's parameters.
 
     Attributes:
         features: width H of the hidden states.

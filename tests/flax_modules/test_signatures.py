@@ -49,7 +49,8 @@ def test_a_head_has_every_option_of_the_loss_with_its_default():
     of_loss = {n: p.default for n, p in inspect.signature(linear_cross_entropy).parameters.items()}
     of_head = {field.name: field.default for field in dataclasses.fields(HeadCalls)}
     of_call = inspect.signature(HeadCalls.__call__).parameters
-    of_projection = {"weight", "bias", "vocab_scale", "vocab_axis"}
-    assert of_loss.keys() - of_projection <= of_head.keys() | of_call.keys()
+    # A head has parameters in their place, and says why it takes no vocab_scale.
+    assert of_loss.keys() - of_head.keys() - of_call.keys() == {"weight", "bias", "vocab_axis", "vocab_scale"}
+    assert "A head takes no `vocab_scale`" in inspect.getdoc(HeadCalls)
     shared = of_loss.keys() & of_head.keys() - {"vocab_size"}
     assert {n: of_head[n] for n in shared} == {n: of_loss[n] for n in shared}
