@@ -42,8 +42,10 @@ def patch_vocab_tiling(**options: Any) -> None:
                 "logit_softcap": config.final_logits_soft_cap or None,
             }
         else:
-            weight, of_model = decoder.logits_dense, {"vocab_axis": 1}
-        head = LossHead.of(weight, **of_model, z_loss=config.z_loss_multiplier, reduction="sum", **options)
+            weight = decoder.logits_dense
+            of_model = {"vocab_axis": 1, "precision": jax.lax.Precision(config.matmul_precision)}
+        of_model |= {"z_loss": config.z_loss_multiplier, "reduction": "sum"}
+        head = LossHead.of(weight, **{**of_model, **options})
         labels = jnp.where(data["targets_segmentation"] != 0, data["targets"], -1)  # no label
         # Metrics are not free: the accuracy needs the largest logit.
         found = head(hidden, labels, return_metrics=config.z_loss_multiplier > 0)
