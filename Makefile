@@ -81,7 +81,7 @@ release: wheel  ## build what a release publishes, where tag, version, changelog
 test-nightly: $(VENV)/.dev environments $(if $(EXTRA),,$(VENV)/.tpu)  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) $(PYTEST) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough --cases=$(CASES) $(ARGS)
 	@$(MAKE) --no-print-directory test-newest
-	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python $(PYTEST) -m nightly --cases=4 tests/flax_modules $(ARGS)
+	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python $(PYTEST) -m nightly --cases=$(CASES) tests/flax_modules $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
 	@$(OLDEST)/bin/python $(PYTEST) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
 

@@ -30,14 +30,18 @@ def mesh(shape):
     return shape and jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-# Gemmas cap the logits; gemma4 and qwen2 cast to a dtype of their own; qwen2 takes rows packed of several sequences.
+# gemma2 and gemma4 cap the logits; gemma4 and Qwens cast to a dtype of their own; Qwens take rows packed of several
+# sequences.
 MODELS = {
     "llama3": ("llama3", "Llama3", {}),
     "llama3 tied": ("llama3", "Llama3", {"weight_tying": True}),
     "gemma2": ("gemma", "Gemma", {"use_post_attn_norm": True, "use_post_ffw_norm": True}),
+    "gemma3": ("gemma3", "Gemma3", {"param_dtype": jnp.float32, "sliding_window_size": 8}),
     "gemma4": ("gemma4", "Gemma4", {"sliding_window_size": 8}),
     "qwen2": ("qwen2", "Qwen2", {}),
     "qwen2 tied": ("qwen2", "Qwen2", {"use_tied_embedding": True}),
+    "qwen3": ("qwen3", "Qwen3", {}),
+    "qwen3 tied": ("qwen3", "Qwen3", {"use_tied_embedding": True}),
 }
 
 
@@ -48,7 +52,7 @@ def model_of(name, features=FEATURES, seed=0):
     sizes = {"num_layers": 1, "embed_dim": features, "hidden_dim": 32, "head_dim": 8}
     options = {**sizes, "num_heads": 4, "num_kv_heads": 4, **options}
     if "gemma" in family:
-        options |= {"num_embed": VOCAB, "final_logit_softcap": 2.0}
+        options |= {"num_embed": VOCAB} | ({} if family == "gemma3" else {"final_logit_softcap": 2.0})
     else:
         options |= {"vocab_size": VOCAB, "rope_theta": 10000, "norm_eps": 1e-5}
     if family == "gemma":
