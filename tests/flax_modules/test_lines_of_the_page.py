@@ -1,6 +1,6 @@
 """The lines that `docs/coming_from.md` gives for other packages' trainers, run beside these packages' own losses.
 
-`make test-nightly` has Keras Hub and `make test-levanter` Levanter, each with eight devices.
+`make test-nightly` has Keras Hub and tokamax, and `make test-levanter` Levanter, each with eight devices.
 """
 
 import contextlib
@@ -24,10 +24,38 @@ TOKENS = np.random.default_rng(0).integers(1, VOCAB, (ROWS, LENGTH)).astype(np.i
 WEIGHTS = np.random.default_rng(1).integers(0, 3, (ROWS, LENGTH)).astype(np.float32)
 
 
+def text(section):
+    """The section."""
+    return PAGE.read_text().split(f"\n### {section}\n")[1].split("\n### ")[0]
+
+
 def lines(section):
-    """The section's first indented block."""
-    text = PAGE.read_text().split(f"\n### {section}\n")[1].split("\n### ")[0]
-    return textwrap.dedent(re.search(r"\n((?:\n|    .*\n)+)", text)[1])
+    """Its first indented block."""
+    return textwrap.dedent(re.search(r"\n((?:\n|    .*\n)+)", text(section))[1])
+
+
+def python(section):
+    """Its first Python block."""
+    return text(section).split("```python\n")[1].split("```")[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # the package's own
+def test_tokamax():
+    tokamax, rng = pytest.importorskip("tokamax"), np.random.default_rng(2)
+    sizes = (ROWS, LENGTH, FEATURES), (FEATURES, VOCAB)
+
+    def found(code):
+        def loss(hidden, weights):
+            ours = {"jax_hidden": hidden, "jax_weight": weights.T, "jax_labels": TOKENS, "pallas_ce": pallas_ce}
+            theirs = {"x": hidden.reshape(-1, FEATURES), "labels": TOKENS.ravel(), "weights": weights}
+            exec(code, names := {**ours, **theirs, "tokamax": tokamax})
+            return names["loss"]
+
+        return jax.value_and_grad(loss, (0, 1))(*given)
+
+    given = [jnp.float32(rng.normal(size=size)) for size in sizes]
+    assert_same(found(python("tokamax")), found(lines("tokamax")))
 
 
 @pytest.mark.nightly
@@ -103,8 +131,7 @@ def test_levanter(shape, options):
 @pytest.mark.parametrize("alpha", [0.0, 0.1])
 def test_lm1b(alpha, weights):
     """By the definition: a divergence from 1 − α for the label's class and α/(V − 1) for each other."""
-    code = PAGE.read_text().split("\n### Flax's lm1b example\n")[1].split("```python\n")[1].split("```")[0]
-    exec(code, ours := {"jnp": jnp, "pallas_ce": pallas_ce})
+    exec(python("Flax's lm1b example"), ours := {"jnp": jnp, "pallas_ce": pallas_ce})
     rng = np.random.default_rng(2)
     head = {"kernel": rng.normal(size=(FEATURES, VOCAB)), "bias": rng.normal(size=VOCAB)}
     hidden, head = jax.tree.map(jnp.float32, (rng.normal(size=(ROWS, LENGTH, FEATURES)), head))
