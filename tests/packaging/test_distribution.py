@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from check_release import disagreement
 
 import pallas_ce
+from flax_modules.integrations import maxtext, tunix
 from pallas_ce.backends import packages
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,18 @@ def test_an_extra_for_a_gpu_brings_the_triton_that_the_kernels_take(extra):
     lines = [line for line in metadata.requires("pallas-ce") if line.endswith(f"extra == '{extra}'")]
     (versions,) = (line.removeprefix("triton").partition(";")[0] for line in lines if line.startswith("triton"))
     assert set(versions.split(",")) == set(packages._NEEDED["triton"].removeprefix("triton").split(","))
+
+
+def test_the_page_the_pins_and_the_extra_have_the_versions_that_tests_run():
+    page = (ROOT / "docs" / "coming_from.md").read_text().split("\n### What installs beside what\n")[1]
+    of_page = dict(re.findall(r"([a-z][\w-]+) (\d[\w.]*)", " ".join(re.findall(r"^\| (.*?) \|", page, re.MULTILINE))))
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["trainers"]
+    pins = (ROOT / "tools" / "constraints-jax-0.11.2.txt").read_text()
+    tested = {"google-tunix": tunix.TESTED, "maxtext": maxtext.TESTED}
+    declared = (tested, dict(x.split(">=") for x in extra if ">=" in x), dict(re.findall(r"^(.+)==(.+)$", pins, re.M)))
+    assert of_page.keys() == {*tested, "keras", "keras-hub", "tokamax", "marin-levanter"}
+    for name, version in of_page.items():
+        assert {x[name] for x in declared if name in x} == {version}
 
 
 @pytest.mark.parametrize("package", ["pallas_ce", "torch_bridge"])
