@@ -28,7 +28,7 @@ def patch_vocab_tiling(**options: Any) -> None:
     from maxtext.trainers.pre_train import train
 
     def loss(model: Any, hidden_states: jax.Array, data: dict[str, Any], config: Any, is_train: bool) -> Any:
-        decoder = model.decoder
+        decoder, asked = model.decoder, dict(options)
         hidden = decoder.decoder_norm(hidden_states)
         hidden = decoder.dropout(hidden, deterministic=not (is_train and config.enable_dropout))
         if config.parameter_memory_host_offload:
@@ -42,10 +42,9 @@ def patch_vocab_tiling(**options: Any) -> None:
                 "logit_softcap": config.final_logits_soft_cap or None,
             }
         else:
-            weight = decoder.logits_dense
-            of_model = {"vocab_axis": 1, "precision": jax.lax.Precision(config.matmul_precision)}
-        of_model |= {"z_loss": config.z_loss_multiplier, "reduction": "sum"}
-        head = LossHead.of(weight, **{**of_model, **options})
+            weight, of_model = decoder.logits_dense, {"vocab_axis": 1}
+            asked.setdefault("precision", jax.lax.Precision(config.matmul_precision))
+        head = LossHead.of(weight, **of_model, z_loss=config.z_loss_multiplier, reduction="sum", **asked)
         labels = jnp.where(data["targets_segmentation"] != 0, data["targets"], -1)  # no label
         # Metrics are not free: the accuracy needs the largest logit.
         found = head(hidden, labels, return_metrics=config.z_loss_multiplier > 0)
