@@ -17,9 +17,7 @@ from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
 from pallas_ce.parallel.partitioning import known_device, share
 from pallas_ce.statistics.cross_entropy import Reduction
-from pallas_ce.streaming.gradient_products import NO_GRADIENT, PerInput, needed_products
-
-_DIFFERENTIABLE = PerInput._fields
+from pallas_ce.streaming.gradient_products import INPUTS, NO_GRADIENT, PerInput, needed_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +100,7 @@ def explain(
     reduction: Reduction = "mean",
     backward: Backward = "auto",
     implementation: Implementation | None = None,
-    differentiate: Sequence[str] = _DIFFERENTIABLE,
+    differentiate: Sequence[str] = INPUTS,
     **options: Unpack[WeightOptions],
 ) -> Explanation:
     """Tells which implementation and backward mode a call takes and why, its products, tiles and memory.
@@ -150,8 +148,8 @@ def explain(
         4
     """
     differentiate = arguments.sequence_of_names("differentiate", differentiate)
-    if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
-        raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
+    if unknown := [name for name in differentiate if name not in INPUTS]:
+        raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {INPUTS}")
     logit_scale = options.pop("logit_scale", 1.0)
     given: dict[str, Any] = {"bias": bias, "vocab_scale": vocab_scale, "temperature": temperature}
     given["logit_scale"] = logit_scale
@@ -164,7 +162,7 @@ def explain(
         None if labels is None else _described("labels", labels),
         **shapes,
     )
-    exists = {name for name in _DIFFERENTIABLE if getattr(problem, name) is not None}
+    exists = {name for name in INPUTS if getattr(problem, name) is not None}
     if arguments.is_known(logit_scale, 1.0):  # a number as temperature makes one, which has no gradient
         exists.discard("logit_scale")
     needs_grad = NO_GRADIENT._replace(**{name: name in exists for name in differentiate})
@@ -189,7 +187,7 @@ def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerIn
     mode = how.mode if differentiated else None
     logits = tokens * spec.vocab_size * wide
     parts = {"hidden": part.hidden, "weight": part.weight}
-    asked = {name: getattr(problem, name) for name, flag in needs_grad._asdict().items() if flag}
+    asked = {name: getattr(problem, name) for name, flag in vars(needs_grad).items() if flag}
     gradients = sum(x.size * x.dtype.itemsize // parts.get(name, 1) for name, x in asked.items() if x.ndim)
     told = functools.partial(
         Explanation,

@@ -69,12 +69,11 @@ class Operands(NamedTuple):
     @property
     def differentiable(self) -> Arrays:
         """The inputs that can be differentiated."""
-        of_head = {name: getattr(self.head, name) for name in PerInput._fields if name != "hidden"}
-        return PerInput(self.batch.hidden, **of_head)
+        return PerInput.by_name(lambda name: getattr(self.batch if name == "hidden" else self.head, name))
 
     def replaced(self, inputs: PerInput[Any]) -> Self:
         """Puts `inputs`, arrays or not, in place of the differentiable ones."""
-        of_head = inputs._asdict()
+        of_head = dict(vars(inputs))
         batch = self.batch._replace(hidden=of_head.pop("hidden"))
         return self._replace(batch=batch, head=dataclasses.replace(self.head, **of_head))
 
@@ -97,7 +96,7 @@ class Operands(NamedTuple):
             scaled = scale * total if head.logit_scale is None else product(total, scale)
             return psum(scaled, axes).astype(like.dtype)
 
-        found = PerInput(*map(rounded, sums._replace(logit_scale=None), arrays, axes._replace(weight=())))
+        found = sums._replace(logit_scale=None).map(rounded, arrays, axes._replace(weight=()))
         if found.weight is not None:
             found = found._replace(weight=psum(found.weight, axes.weight))
         if sums.logit_scale is not None:

@@ -20,7 +20,7 @@ from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import only
-from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
+from pallas_ce.streaming.gradient_products import INPUTS, NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
 
 _REFUSAL = (
@@ -99,7 +99,8 @@ def differentiable[Static, Out](
         return out, _Saved(read, kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
 
     def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
-        needs_grad, cotangents = PerInput(*(size > 1 for size in saved.flags.shape)), _given(cotangents)
+        sizes, cotangents = dict(zip(INPUTS, saved.flags.shape, strict=True)), _given(cotangents)
+        needs_grad = PerInput.by_name(lambda name: sizes[name] > 1)
         gradients = NO_ARRAYS
         if any(needs_grad) and jax.tree.leaves(cotangents):
             instead = _instead_of(saved.operands.head)
@@ -196,7 +197,7 @@ def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool
         inputs, constants = operands.differentiable, operands._replace(cotangent=None, weight_sum=None)
 
         def loss_of(varied: Arrays) -> jax.Array:
-            every = PerInput(*(old if new is None else new for old, new in zip(inputs, varied, strict=True)))
+            every = varied.map(lambda new, old: old if new is None else new, inputs)
             return loss(call, constants.replaced(every), False)[0]
 
         value, back = jax.vjp(loss_of, inputs.where(needs_grad))

@@ -125,7 +125,7 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     weight_bytes = arrays.weight.size * arrays.weight.dtype.itemsize * _devices(width)
     shards = lay_out(rows, vocabulary, width, arrays.hidden.size * arrays.hidden.dtype.itemsize, weight_bytes)
     if tracked:
-        sums = PerInput(*(tuple(sorted(axes - varying(getattr(arrays, name)))) for name in PerInput._fields))
+        sums = PerInput.by_name(lambda name: tuple(sorted(axes - varying(getattr(arrays, name)))))
         return dataclasses.replace(shards, sums=sums, typed=True)
     if said.grad == "inside":
         return shards

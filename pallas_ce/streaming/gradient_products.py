@@ -1,6 +1,7 @@
 """What tiles of dlogits are multiplied for: which gradients are asked, and where the products go."""
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,10 @@ from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile
 
 
-class PerInput[T](NamedTuple):
-    """Something for each input that a head is differentiated in.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerInput[T]:
+    """Something for each input that a head is differentiated in, a pytree. All have one type, so each is given by name.
 
     The products of a tile of dlogits `[n, c]`, or sums of them, are in the accumulator dtype, None if not needed:
     `hidden` is `dlogits·weight_tile [n, H]`, `weight` is `dlogitsᵀ·hidden` in the weight tile's layout, `bias` is
@@ -28,13 +31,24 @@ class PerInput[T](NamedTuple):
     down: T
     vocab_scale: T
 
-    def map[U](self, f: Callable[[T], U]) -> "PerInput[U]":
-        """`f` of each."""
-        return PerInput(*map(f, self))
+    @staticmethod
+    def by_name[U](f: Callable[[str], U]) -> "PerInput[U]":
+        """`f` of each input's name."""
+        return PerInput(**{name: f(name) for name in INPUTS})
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(vars(self).values())
+
+    def _replace(self, **changes: T) -> "PerInput[T]":
+        return PerInput(**{**vars(self), **changes})
+
+    def map[U](self, f: Callable[..., U], *others: "PerInput[Any]") -> "PerInput[U]":
+        """`f` of each, and of what the `others` have for the same input."""
+        return PerInput.by_name(lambda name: f(*(getattr(x, name) for x in (self, *others))))
 
     def where(self, flags: "PerInput[bool]") -> "PerInput[T | None]":
         """None in place of those that are not flagged."""
-        return PerInput(*(x if flag else None for x, flag in zip(self, flags, strict=True)))
+        return self.map(lambda x, flag: x if flag else None, flags)
 
     def of(self, names: Iterable[str], f: Callable[..., T], *others: "PerInput[Any]") -> "PerInput[T]":
         """With `f` of the values here and in the others for each of `names`, None where one has None."""
@@ -42,6 +56,8 @@ class PerInput[T](NamedTuple):
         made: Any = {name: None if any(x is None for x in xs) else f(*xs) for name, xs in given.items()}
         return self._replace(**made)
 
+
+INPUTS = tuple(PerInput.__dataclass_fields__)
 
 # The inputs whose products have an entry for each row.
 BY_ROW = ("hidden", "down")
@@ -53,8 +69,8 @@ BY_COLUMN = {"bias": False, "up": True, "vocab_scale": True}
 # Gradients, or products of dlogits.
 Arrays = PerInput[jax.Array | None]
 
-NO_ARRAYS: Arrays = PerInput(*[None] * 7)
-NO_GRADIENT: PerInput[bool] = PerInput(*[False] * 7)
+NO_ARRAYS: Arrays = PerInput.by_name(lambda _: None)
+NO_GRADIENT: PerInput[bool] = PerInput.by_name(lambda _: False)
 
 
 def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:

@@ -112,7 +112,7 @@ class Function(NamedTuple):
 def needs_grad(names: Iterable[str]) -> PerInput[bool]:
     """Flags of the inputs with these names."""
     wanted = {NAMES.get(name, name) for name in names}
-    return PerInput(*(name in wanted for name in PerInput._fields))
+    return PerInput.by_name(lambda name: name in wanted)
 
 
 def _mode(options: Options, hidden: jax.Array, weight: Any) -> str | None:
