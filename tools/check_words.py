@@ -1,18 +1,19 @@
-"""Finds phrases that must be read twice in comments, docstrings and pages: `python tools/check_words.py FILE ...`.
+"""Finds phrases that must be read twice in comments, docstrings, errors and pages: `tools/check_words.py FILE ...`.
 
 Identifiers, code and quoted text are left alone.
 """
 
 import ast
 import io
+import itertools
 import re
 import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-PHRASES = re.compile(r"\b(that of|those of|of which|what is|so many|as much again)\b", re.IGNORECASE)
-PRONOUN = re.compile(r"(it|they|this|these|those|that)\b", re.IGNORECASE)
+PHRASES = re.compile(r"\b(that\s+of|those\s+of|of\s+which|what\s+is|so\s+many|as\s+much\s+again)\b", re.IGNORECASE)
+PRONOUN = re.compile(r"(its?|they|their|this|these|those|that)\b", re.IGNORECASE)
 QUOTED = re.compile(r"```.*?```|~~~.*?~~~|`[^`]*`|\"[^\"\n]*\"", re.DOTALL)
 
 Found = Iterator[tuple[int, str]]
@@ -21,16 +22,22 @@ Found = Iterator[tuple[int, str]]
 def in_text(text: str, first_line: int = 1) -> Found:
     """Lines and phrases of a page, or of a part of one."""
     plain = QUOTED.sub(lambda match: re.sub(r"[^\n]", "·", match.group()), text)
-    for match in PHRASES.finditer(re.sub(r"\s", " ", plain)):
-        yield first_line + plain.count("\n", 0, match.start()), match.group()
+    for match in PHRASES.finditer(plain):
+        yield first_line + plain.count("\n", 0, match.start()), " ".join(match.group().split())
 
 
 def in_module(source: str) -> Found:
-    """Lines and phrases of a module's comments and docstrings."""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield from in_text(token.string, token.start[0])
+    """Lines and phrases of a module's comments, docstrings, and strings that it raises."""
+    comments = [x for x in tokenize.generate_tokens(io.StringIO(source).readline) if x.type == tokenize.COMMENT]
+    # Comments below each other in one column are one text.
+    for _, group in itertools.groupby(enumerate(comments), lambda x: (x[1].start[0] - x[0], x[1].start[1])):
+        lines = [comment for _, comment in group]
+        yield from in_text("\n".join(comment.string.lstrip("# ") for comment in lines), lines[0].start[0])
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield from in_text(part.value, part.lineno)
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if (text := ast.get_docstring(node, clean=False)) is None:

@@ -15,7 +15,7 @@ def hidden():
 
 @pytest.fixture
 def labels():
-    """Their labels: the last column of the vocabulary, and ignored ones at the end of a row."""
+    """Labels: the last column of the vocabulary, and ignored ones at the end of a row."""
     return jnp.array([[3, 36, 0, 5, 11, 2, 9], [1, 1, 30, 8, 22, -100, -100]])
 
 

@@ -32,7 +32,7 @@ REFUSED = "its last axis must be 16, the head's features"
 @pytest.fixture
 def make(framework, hidden, labels):
     def make(**options):
-        """Its parameters, and how it is applied."""
+        """A head's parameters, and how it is applied."""
         return initialised(of(framework, "LossHead", FEATURES, VOCAB, **options), hidden, labels)
 
     return make

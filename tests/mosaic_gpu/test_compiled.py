@@ -80,7 +80,7 @@ def reductions(program: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("n", [1024, 8192])  # tiles of either height
 def test_no_kernel_leaves_the_order_of_a_rows_sum_to_mosaic(n: int) -> None:
-    """Its order depends on how many rows a thread holds, and so would a row's bits on the number of rows."""
+    """Mosaic's order depends on how many rows a thread holds, and so would a row's bits on the number of rows."""
     names = ("lse", "entropy", "varentropy", "sum_sq_probs", "mean_logit")
     function = functools.partial(linear_row_statistics, statistics=names, implementation="mosaic_gpu")
     traced = jax.jit(function).trace(*h200.of_head(n, 32768, 4096)).jaxpr

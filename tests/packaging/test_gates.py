@@ -5,6 +5,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import check_words
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +30,20 @@ def test_every_fault_to_be_planted_has_one_place():
     for file, faults in tomllib.loads((ROOT / "tools/mutants.toml").read_text()).items():
         text = (ROOT / file).read_text()
         assert [name for name, fault in faults.items() if text.count(fault["old"]) != 1] == [], file
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("# Its width is that\n# of the head.", [(1, "that of")]),
+        ("x = 1\n# So\n# many rows,\ny = 2  # of\nwider = 3  # which `that of` is quoted", [(2, "So many")]),
+        ('"""A page, and that\n    of another."""', [(1, "that of")]),
+        ('def f():\n    """Their rows."""', [(2, "a docstring that begins with 'Their'")]),
+        ('raise ValueError(f"n={1} has so "\n    "many rows")', [(1, "so many")]),
+        ('raise ValueError(\n    "rows"\n    if n\n    else "what is\\n not"\n)', [(4, "what is")]),
+        ('refused = "what is said"', []),
+    ],
+)
+def test_phrases_are_found_over_line_breaks_and_in_errors(text: str, found: list[tuple[int, str]]) -> None:
+    assert list(check_words.in_module(text)) == found
+    assert list(check_words.in_text("Rows,\n    of\n  which two")) == [(2, "of which")]
