@@ -1,30 +1,57 @@
-"""What `help` shows of the public functions: arguments as `signatures.txt` has them, each of them described."""
+"""What `help` shows of all that is public: arguments and fields as `signatures.txt` has them, functions' described."""
 
+import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pallas_ce
+from pallas_ce.streaming.gradient_products import INPUTS, PerInput
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: function for name in pallas_ce.__all__ if inspect.isfunction(function := getattr(pallas_ce, name))
 }
 
 
-def _shown(name: str) -> str:
-    """The signature without types; arguments that are passed by name only in alphabetical order."""
-    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(FUNCTIONS[name]).parameters.values()]
+# Modules of public names, and the package that each needs.
+MODULES = {"pallas_ce": "jax", "torch_bridge": "torch"} | dict.fromkeys(
+    ("flax_modules.nnx", "flax_modules.linen", "flax_modules.integrations.maxtext", "flax_modules.integrations.tunix"),
+    "flax",
+)
+
+
+def _shown(name: str, of: Any) -> Iterator[str]:
+    """Signatures of a function, or a class and its methods, without types; arguments passed by name only are sorted."""
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(of).parameters.values()]
     parameters.sort(key=lambda p: (p.kind, p.name if p.kind is p.KEYWORD_ONLY else ""))
-    return f"{name}{inspect.Signature(parameters)}"
+    # A class or function that is a default is shown by its name, without an address.
+    defaults = r"<(?:\w+ )?'?(?:(?:\w+|<locals>)\.)*(\w+)'?(?: object)?(?: at \w+)?>"
+    yield name + re.sub(defaults, r"\1", str(inspect.Signature(parameters)))
+    for method in dir(of) if inspect.isclass(of) else ():
+        home = str(getattr(own := getattr(of, method), "__module__", "")).partition(".")[0]
+        if home == name.partition(".")[0] and inspect.isroutine(own) and (method == "__call__" or method[0] != "_"):
+            yield from _shown(f"{name}.{method}", own)
 
 
-def test_no_argument_or_default_has_changed() -> None:
+@pytest.mark.parametrize("module", MODULES)
+def test_no_argument_field_or_default_has_changed(module: str) -> None:
+    pytest.importorskip(MODULES[module])
+    of = importlib.import_module(module)
+    own = [name for name, x in vars(of).items() if getattr(x, "__module__", "") == module and name[0] != "_"]
+    names = sorted(getattr(of, "__all__", own))
+    found = [line for name in names for line in _shown(f"{module}.{name}", getattr(of, name))]
     known = Path(__file__).with_name("signatures.txt").read_text(encoding="utf-8").splitlines()
-    assert [_shown(name) for name in sorted(FUNCTIONS)] == known
+    assert found == [line for line in known if line.startswith(f"{module}.")]
+
+
+def test_values_for_each_input_are_given_by_name() -> None:
+    """All have one type, so a wrong order would go unnoticed."""
+    with pytest.raises(TypeError, match="positional"):
+        PerInput(*range(len(INPUTS)))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
