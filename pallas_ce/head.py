@@ -112,8 +112,8 @@ class Head:
 
     Logits are `softcap(logit_scale · (vocab_scale·(hidden·weight) + bias))`, over a row's temperature.
 
-    A low-rank term adds `up·down` to the weight, but is never added to it: `hidden·downᵀ` is small, and what the weight
-    does to hidden states `up` does to that.
+    With a low-rank term the weight W is in effect `W + up·down`, which is never formed: `hidden·weight` is then
+    `hidden·Wᵀ + (hidden·downᵀ)·upᵀ`.
     """
 
     weight: jax.Array  # `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype; or `NO_WEIGHT`

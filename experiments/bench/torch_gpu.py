@@ -145,8 +145,8 @@ def compared(
 
 def memory(shape: Shape, setting: Setting) -> Record:
     """Memory of each caller in its own process, by the driver's count and by both allocators' (`in_use_mib`)."""
-    # Neither may take its memory beforehand, or nothing could be told from the driver's count: JAX's settings are those
-    # that `torch_bridge` makes. One GPU only: JAX's own function for PyTorch may leave results on another.
+    # Preallocation is off in both frameworks, as `torch_bridge` sets JAX; else the driver's count shows only the pools.
+    # One GPU only: JAX's own function for PyTorch may leave results on another.
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     environment = SHARING | {"CUDA_VISIBLE_DEVICES": first}
     found: dict[str, dict[str, float]] = {}

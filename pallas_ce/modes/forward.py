@@ -53,7 +53,7 @@ def _local_statistics(before_gradient: bool, names: frozenset[str], how: How, lo
         return found if mask is not None else zeroed(rows.mask, found)
 
     if rows.mask is None or (before_gradient and whole.skips_rows and whole.rows >= tokens):
-        # One way, with one kernel to compile, where a choice would have two.
+        # No branch: each branch would compile a kernel of its own.
         return shards.own_rows(visit(rows.mask, whole)), None
     # To pack all rows at once would take a copy of hidden's size.
     steps = _GATHERED_BYTES // (_GATHERED_STEP * head.spec.hidden_size * hidden.dtype.itemsize)
@@ -63,7 +63,7 @@ def _local_statistics(before_gradient: bool, names: frozenset[str], how: How, lo
         return shards.own_rows(visit(rows.mask, min(whole, parts, key=lambda plan: plan.rows))), None
     # Rows do not depend on each other: those that do not count are worked on and left out.
     few = few_ignored(jnp.sum(rows.mask, dtype=jnp.int32), tokens)
-    if parts.skips_rows:  # where a way has a loop, the host is told of the choice anyway
+    if parts.skips_rows:  # a loop in a branch would make XLA ask the host anyway
         few = chosen_by_device(few)
     every, counted = functools.partial(visit, None, whole), functools.partial(visit, rows.mask, parts)
     return shards.own_rows(lax.cond(few, every, counted)), None

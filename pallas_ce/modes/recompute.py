@@ -156,7 +156,7 @@ def gradient_sums(
 
         return found.of(BY_COLUMN, lambda x, total: tile.put(total, x), carry)
 
-    # Every tile replaces its part; what no tile covers is padding.
+    # Tiles overwrite their slices of a new array; the rest is padding, which zeros fill.
     blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
     of_weight = given.weight if in_place else blank(own_shape if scattered else head.weight.shape, weight_dtype)
     init = NO_ARRAYS._replace(weight=of_weight if needs.weight else None)

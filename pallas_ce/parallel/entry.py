@@ -236,7 +236,7 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
 
             def local(*operands: jax.Array) -> list[jax.Array]:
-                # A device knows the axes by their names only, and itself.
+                # Inside, only the axes' names and the kind of device are known.
                 alone = AbstractMesh((), (), (), abstract_device=mesh.abstract_mesh.abstract_device)
                 with jax.sharding.use_abstract_mesh(alone):
                     rows, head, *more = jax.tree.unflatten(structure, operands[:count])

@@ -187,7 +187,7 @@ def dlogits(
     if c.prob is not None:
         assert reference is not None
         # A row of -inf only has no distribution: p = 0 throughout, hence gradient 0.
-        # Above 0 by rounding only, but far where logits are large: by up to 64 at 1e9, which low temperatures make.
+        # Rounding can make log p positive, by up to 64 at logits of 1e9, which low temperatures make: it is clamped.
         # A NaN stays, which `jnp.minimum` on a CPU would make a probability of 1.
         log_p = logits - jnp.where(jnp.isneginf(reference), 0.0, reference)[:, None]
         log_p = jnp.where(log_p > 0, 0.0, log_p)

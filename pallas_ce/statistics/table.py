@@ -184,7 +184,7 @@ class Statistic(NamedTuple):
 
 
 def total(sum_exp: jax.Array) -> jax.Array:
-    """`Σ e^{z-m}`; 1 for a row of -inf only, which so has lse -inf and nothing else but 0."""
+    """`Σ e^{z-m}`; 1 if all logits are -inf, so that its log and quotients by it are finite."""
     return jnp.where(sum_exp == 0, 1.0, sum_exp)
 
 

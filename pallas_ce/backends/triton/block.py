@@ -29,7 +29,7 @@ class TritonBlock(KernelBlock):
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
     ) -> tuple[Callable[[], Partial], jax.Array]:
-        """One launch, which may have nothing to do; about the number of rows that is given is made `again`."""
+        """Launches the kernel. Given `again`, it recomputes about that number of rows, and exits early if it is 0."""
         # It always writes where something lies: so a program that may make them again has one such kernel, not two.
         shape = self.batch.hidden.shape[0], self.head.spec.vocab_size
         rows, into = again or (None, lax.empty(shape, self.head.spec.dtype))
