@@ -12,15 +12,7 @@ import jax.numpy as jnp
 from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
-from pallas_ce.streaming.gradient_products import (
-    BY_COLUMN,
-    NO_ARRAYS,
-    Arrays,
-    PerInput,
-    TileStep,
-    WeightGradient,
-    put_in_sums,
-)
+from pallas_ce.streaming.gradient_products import BY_COLUMN, Arrays, PerInput, TileStep, WeightGradient, put_in_sums
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tiles
 
@@ -165,5 +157,5 @@ def products(head: Head, batch: Batch, dz: jax.Array, needs: PerInput[bool]) -> 
         for_down = dot(head, "nv,vr->nr", dz, head.up)
     if needs.up:
         for_up = dot(head, "nv,nr->vr", dz, batch.low)
-    found = NO_ARRAYS._replace(hidden=for_hidden, weight=for_weight, bias=for_bias)
-    return found._replace(up=for_up, down=for_down, vocab_scale=for_scale)
+    of_term = {"up": for_up, "down": for_down, "vocab_scale": for_scale}
+    return PerInput(hidden=for_hidden, weight=for_weight, bias=for_bias, logit_scale=None, **of_term)
