@@ -1,4 +1,4 @@
-"""A patched model under FSDP2, in the layouts of accelerate and of a head by itself: steps as in one process."""
+"""A patched model under FSDP1 and FSDP2, as accelerate wraps it and with a head by itself: as in one process."""
 
 import types
 import warnings
@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.torch_bridge import models, processes
 from torch_bridge import patch_causal_lm
@@ -67,6 +68,25 @@ def train(rank, _):
         check_steps(rank, make(tied), model)
 
 
+def train_under_fsdp1(rank, _):
+    warnings.simplefilter("ignore")
+    for tied in (True, False):
+        layers, plain = ModuleWrapPolicy({type(make(tied).model.layers[0])}), models.step(make(tied))
+        wrapped = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        model = FullyShardedDataParallel(patch_causal_lm(make(tied)), auto_wrap_policy=layers, **wrapped)
+        out, _ = models.step(model)
+        assert out.logits is None
+        torch.testing.assert_close(out.loss, plain[0].loss)
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            found = {name.replace("_fsdp_wrapped_module.", ""): x.grad for name, x in model.named_parameters()}
+            torch.testing.assert_close(found, plain[1], rtol=1e-4, atol=1e-6)
+    by_itself = FullyShardedDataParallel(
+        patch_causal_lm(make(False)), auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), **wrapped
+    )
+    with pytest.raises(ValueError, match="the head of this LlamaForCausalLM is a FullyShardedDataParallel"):
+        by_itself(**models.batch())
+
+
 def train_adapters(rank, _):
     import peft
 
@@ -88,8 +108,9 @@ def train_adapters(rank, _):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_under_fsdp2_a_patched_model_trains_as_in_one_process():
-    processes.run(train)
+@pytest.mark.parametrize("way", [train, train_under_fsdp1])
+def test_under_fsdp_a_patched_model_trains_as_in_one_process(way):
+    processes.run(way)
 
 
 @pytest.mark.nightly

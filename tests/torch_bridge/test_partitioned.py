@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pallas_ce import LowRank
+from tests.torch_bridge.models import VOCABULARY, batch, make, step
 from tests.torch_bridge.problems import LINEAR, head, value_and_gradients
-from torch_bridge import LinearCrossEntropyLoss, linear_cross_entropy
+from torch_bridge import LinearCrossEntropyLoss, PipelineFusedLoss, linear_cross_entropy, patch_causal_lm
 from torch_bridge.integrations.trl import FusedHead
 
 Status = enum.Enum("Status", ["AVAILABLE", "NOT_AVAILABLE"])
@@ -35,7 +36,9 @@ class GatheredParameters:
 
 @pytest.fixture(autouse=True)
 def deepspeed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(zero=sys.modules[__name__]))
+    # transformers looks for the `__spec__`, and then for a version, which there is not.
+    stand_in = types.SimpleNamespace(zero=sys.modules[__name__], __spec__=True)
+    monkeypatch.setitem(sys.modules, "deepspeed", stand_in)
 
 
 def partitioned(whole):
@@ -114,17 +117,53 @@ def test_a_modules_loss_and_logits_gather_its_head():
     zero = [partitioned(x) for x in plain]
     modules = []
     for w, bias in (plain, zero):
-        module = LinearCrossEntropyLoss(8, 50, bias=True, logit_softcap=3.0)
-        module.weight, module.bias = w, bias
-        modules.append(module)
-    whole, parts = modules
+        layer = nn.Linear(8, 50)
+        layer.weight, layer.bias = w, bias
+        modules.append(LinearCrossEntropyLoss.shared_with(layer, logit_softcap=3.0))
+        modules.append(PipelineFusedLoss(layer, logit_softcap=3.0))
+    whole, _, parts, in_pipeline = modules
+    assert repr(parts) == repr(whole)
     with torch.no_grad():
         torch.testing.assert_close(parts.logits(hidden), whole.logits(hidden), rtol=0, atol=0)
-        torch.testing.assert_close(parts(hidden, target), whole(hidden, target))
+        for module in (parts, in_pipeline):
+            torch.testing.assert_close(module(hidden, target), whole(hidden, target))
     for parameter in zero:
-        check_is_partitioned(parameter, 2)
+        check_is_partitioned(parameter, 3)
     with pytest.raises(RuntimeError, match="size"):
         parts.logits(hidden).sum().backward()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*lora_bias=True.*", "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_patched_models_loss_and_gradients_and_check_of_labels(adapted):
+    model = patch_causal_lm(make("phi"))  # whose head has a bias
+    if adapted:
+        peft = pytest.importorskip("peft")
+        options = {"init_lora_weights": False, "lora_bias": True, "target_modules": ["lm_head"]}
+        peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
+    want, whole = step(model)
+    zero = {}
+    for module in list(model.lm_head.modules()):
+        for name, x in module.named_parameters(recurse=False):
+            zero[name, module] = partitioned(x).requires_grad_(x.requires_grad)
+            setattr(module, name, zero[name, module])
+    loss, _ = step(model)
+    torch.testing.assert_close(loss.loss, want.loss)
+    taken = [x.taken[0] for x in zero.values() if x.requires_grad]
+    torch.testing.assert_close(taken, [x for name, x in whole.items() if "lm_head" in name])
+    with pytest.raises(RuntimeError, match="a label lies outside the vocabulary"):
+        model(**batch() | {"labels": torch.full_like(batch()["labels"], VOCABULARY)})
+    for x in zero.values():
+        assert (x.shape, x.ds_status) == ((0,), Status.NOT_AVAILABLE)
+
+
+def test_a_model_that_is_not_known_is_patched_before_its_weights_are_partitioned():
+    model = make("olmo2")
+    model.lm_head.weight = partitioned(model.lm_head.weight)
+    with pytest.raises(ValueError, match=r"is not known.*its weights are partitioned by ZeRO-3. Patch it before"):
+        patch_causal_lm(model)
 
 
 def test_what_fsdp1_has_sharded_is_refused_by_name():

@@ -88,7 +88,7 @@ class LinearCrossEntropyLoss(nn.Module):
                 "it, or call linear_cross_entropy with a pallas_ce.LowRank"
             )
         weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-        if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        if not isinstance(weight, nn.Parameter) or len(partitioned.whole_shape(weight)) != 2:
             raise TypeError(f"{type(layer).__name__} has no parameter `weight` of two axes to share")
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -139,5 +139,6 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes and options, as `print` shows them."""
-        sizes = [f"in_features={self.weight.shape[1]}", f"num_classes={self.weight.shape[0]}"]
+        rows, width = partitioned.whole_shape(self.weight)
+        sizes = [f"in_features={width}", f"num_classes={rows}"]
         return ", ".join([*sizes, f"bias={self.bias is not None}", *(f"{k}={v!r}" for k, v in self.options.items())])

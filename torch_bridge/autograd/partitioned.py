@@ -21,6 +21,12 @@ def is_partitioned(tensor: Any) -> bool:
     return status is not None and status.name == "NOT_AVAILABLE"
 
 
+def whole_shape(parameter: Any) -> torch.Size:
+    """The parameter's shape; of a partitioned one the shape that gathering gives it."""
+    shape: torch.Size = parameter.ds_shape if is_partitioned(parameter) else parameter.shape
+    return shape
+
+
 def gathered(tensors: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """A context in which the partitioned ones are whole. All processes must enter it, in the same order."""
     held = [x for x in tensors if is_partitioned(x)]
@@ -55,3 +61,10 @@ def accept(parameter: Any) -> None:
 
     # Hooks are called in the order in which they were registered.
     hook = parameter.register_post_accumulate_grad_hook(empty)
+
+
+def accept_with(result: Tensor, parameters: Iterable[Any]) -> None:
+    """`accept`, when the gradient arrives of a `result` that was made of the parameters while they were gathered."""
+    for x in parameters:
+        if result.requires_grad and is_partitioned(x) and x.requires_grad:
+            result.register_hook(lambda _, x=x: accept(x))

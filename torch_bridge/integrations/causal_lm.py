@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from pallas_ce import LowRank
+from torch_bridge.autograd import partitioned
 
 # The label that transformers' losses ignore.
 IGNORED = -100
@@ -90,7 +91,10 @@ def parameters(head: Any) -> tuple[Tensor | LowRank, Tensor | None]:
     up, down, scale = head.lora_B[name], head.lora_A[name], float(head.scaling[name])
     bias = layer.bias
     if up.bias is not None:
-        bias = scale * up.bias if bias is None else bias + scale * up.bias
+        terms = (up.bias, bias)
+        with partitioned.gathered(terms):
+            bias = scale * up.bias if bias is None else bias + scale * up.bias
+        partitioned.accept_with(bias, terms)
     return LowRank(layer.weight, up.weight, down.weight, scale), bias
 
 

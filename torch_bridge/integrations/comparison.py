@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pallas_ce import LowRank
 from torch_bridge.api.modules import scaled_and_capped
+from torch_bridge.autograd import partitioned
 from torch_bridge.integrations import causal_lm
 from torch_bridge.integrations.causal_lm import IGNORED
 
@@ -15,6 +16,12 @@ from torch_bridge.integrations.causal_lm import IGNORED
 def compare(model: Any, options: dict[str, Any]) -> None:
     """Raises ValueError unless the head, with the options' soft cap and scale, gives the model's logits and loss."""
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
+    if any(map(partitioned.is_partitioned, model.parameters())):
+        raise ValueError(
+            f"{kind} is not known, and cannot be run to see what its head does: its weights are partitioned by ZeRO-3. "
+            "Patch it before DeepSpeed partitions them, which for Trainer means to load it before "
+            "TrainingArguments(deepspeed=...), or use LinearCrossEntropyLoss in its forward"
+        )
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():

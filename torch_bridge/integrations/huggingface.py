@@ -49,10 +49,10 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
         model: a `…ForCausalLM`, `…LMHeadModel` or `…ForConditionalGeneration` of transformers, or of a subclass, whose
             head is an `nn.Linear` after the backbone: Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap), Mistral,
             Phi, GPT-2 and others; of several modalities Gemma 3, LLaVA, Qwen2.5-VL and others. Models that are not
-            known are run on four tokens, to compare; so are those whose configuration states a soft cap or scale that
-            they do not use. Or a `PeftModel` of one; a model may be given adapters after it is patched, too. The head
-            itself may be in `modules_to_save`, or have one active LoRA, which then is trained without an array of the
-            weight's size.
+            known are run on four tokens, to compare, before ZeRO-3 partitions them; so are those whose configuration
+            states a soft cap or scale that they do not use. Or a `PeftModel` of one; a model may be given adapters
+            after it is patched, too. The head itself may be in `modules_to_save`, or have one active LoRA, which then
+            is trained without an array of the weight's size.
         skip_logits: with labels, compute no logits in evaluation either: for `Trainer` without `compute_metrics`. That
             loss is the model's own, without `label_smoothing` and `z_loss`.
         options: `label_smoothing`, `z_loss`, `backward`, `precision`, `implementation`, `scratch_bytes`,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.api.linear import linear_cross_entropy
+from torch_bridge.autograd import partitioned
 from torch_bridge.integrations import causal_lm, trl
 
 # Options that change the loss in training only: evaluation has the model's own.
@@ -208,7 +209,7 @@ def _forward(
     if "validate_labels" not in options:
         # Without the host's waiting, on a GPU as in the model's own loss.
         counted = labels[..., shift:]
-        valid = (counted == ignored) | (counted >= 0) & (counted < head.weight.shape[0])
+        valid = (counted == ignored) | (counted >= 0) & (counted < partitioned.whole_shape(head.weight)[0])
         torch._assert_async(
             valid.all(),
             f"a label lies outside the vocabulary and is not ignore_index={ignored}: patch_causal_lm(model, "

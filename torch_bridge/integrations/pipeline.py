@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.api.modules import LinearCrossEntropyLoss
+from torch_bridge.autograd import partitioned
 
 Returns = Literal["hidden", "logits"]
 
@@ -50,7 +51,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         layer: Any = self.layer
         if self.weight is not layer.weight or self.bias is not getattr(layer, "bias", None):
             self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
-        rows, width = self.weight.shape
+        rows, width = partitioned.whole_shape(self.weight)
         if input.shape[-1] == rows != width:
             raise ValueError(
                 f"input has shape {tuple(input.shape)}: the last stage returned logits, as it does in evaluation. "
