@@ -9,7 +9,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypedDict
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
@@ -233,18 +233,30 @@ _PREFIX = re.compile("linear_|teacher_")
 
 # One argument's names here and in the bridge, and those that other libraries have for it.
 _NAMES = (
-    (("hidden", "input"), ("_input", "x", "e", "hidden_states", "embeddings")),
-    (("weight", "linear_weight"), ("lin_weight", "c", "classifier")),
-    (("labels", "target"), ("targets",)),
-    (("bias", "linear_bias"), ()),
+    (("hidden", "input"), ("_input", "x", "e", "hidden_states", "embeddings", "student_input", "student_hidden")),
+    (("weight", "linear_weight"), ("lin_weight", "c", "classifier", "student_weight")),
+    (("labels", "target"), ("targets", "label", "shift_labels")),
+    (("bias", "linear_bias"), ("student_bias",)),
     (("class_weights",), ("ce_weight", "weight")),
     (("token_weights",), ("weights", "loss_mask", "mask", "row_mask")),
     (("row_mask",), ("mask",)),
     (("logit_softcap",), ("softcap", "logits_soft_cap", "final_logit_softcapping")),
-    (("z_loss",), ("lse_square_scale", "z_loss_multiplier")),
+    (("label_smoothing",), ("label_smoothing_factor",)),
+    (("z_loss",), ("lse_square_scale", "z_loss_multiplier", "z_loss_weight")),
+    (("normalizer",), ("num_items_in_batch",)),
+    (("beta",), ("jsd_beta",)),
     (("return_metrics",), ("return_z_loss",)),
     (("implementation",), ("impl",)),
 )
+
+
+def called_here(unknown: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown argument: its name among the known ones, where it has one."""
+    if unknown == "vocab_axis" and "linear_weight" in known:
+        return "; linear_weight is [V, H] here: pass linear_weight.T"
+    names = [x for ours, others in _NAMES if unknown in (*ours, *others) for x in ours if x in known]
+    names = names or difflib.get_close_matches(unknown, known, 1, 0.8)
+    return f"; it is called {' or '.join(map(repr, names))} here" if names else ""
 
 
 def computed_by[**P, Out](compute: Callable[..., Out]) -> Callable[[Callable[P, Any]], Callable[P, Out]]:
@@ -271,9 +283,7 @@ def documented[**P, Out](function: Callable[P, Out], compute: Callable[..., Any]
     def public(*args: Any, **kwargs: Any) -> Any:
         if not known.issuperset(kwargs):
             unknown = next(name for name in kwargs if name not in known)
-            called = [n for ours, others in _NAMES if unknown in (*ours, *others) for n in ours if n in known]
-            called = called or difflib.get_close_matches(unknown, known, 1)
-            hint = f"; it is called {' or '.join(map(repr, called))} here" if called else ""
+            hint = called_here(unknown, known)
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}{hint}")
         found: Any = function(*args, **kwargs)
         return found if compute is None else compute(*found)

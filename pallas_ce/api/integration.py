@@ -19,7 +19,7 @@ from pallas_ce.api.checks import integer as check_integer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
-from pallas_ce.api.head_options import documented
+from pallas_ce.api.head_options import called_here, documented
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import PrecisionLike, precision_name
 from pallas_ce.api.specs import logits_spec as read_logits_spec

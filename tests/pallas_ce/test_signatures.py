@@ -54,13 +54,17 @@ def test_values_for_each_input_are_given_by_name() -> None:
         PerInput(*range(len(INPUTS)))
 
 
+def described_arguments(function: Callable[..., Any]) -> list[str]:
+    """Names out of the docstring's section."""
+    described = inspect.getdoc(function) or ""
+    section = re.search(r"^Args:\n(.*?)(?:\n\n(?=\S)|\Z)", described, re.MULTILINE | re.DOTALL)
+    entries = re.findall(r"^    \**(\w+): (.{4,})", section[1] if section else "", re.MULTILINE)
+    return sorted(entry for entry, _ in entries)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_argument_is_described(name: str) -> None:
-    described = inspect.getdoc(FUNCTIONS[name]) or ""
-    section = re.search(r"^Args:\n(.*?)\n\n(?=\S)", described, re.MULTILINE | re.DOTALL)
-    entries = re.findall(r"^    \**(\w+): (.{4,})", section[1] if section else "", re.MULTILINE)
-    names = list(inspect.signature(FUNCTIONS[name]).parameters)
-    assert sorted(entry for entry, _ in entries) == sorted(names)
+    assert described_arguments(FUNCTIONS[name]) == sorted(inspect.signature(FUNCTIONS[name]).parameters)
 
 
 # Not arrays: options by name, a configuration, a function.
@@ -86,7 +90,9 @@ def test_no_other_argument_is_taken(name: str) -> None:
 
 
 OURS = {"targets": "labels", "softcap": "logit_softcap", "lse_square_scale": "z_loss", "ce_weight": "class_weights",
-        "mask": "token_weights", "label_smothing": "label_smoothing"}  # fmt: skip
+        "mask": "token_weights", "label_smothing": "label_smoothing",
+        "label_smoothing_factor": "label_smoothing", "z_loss_weight": "z_loss", "shift_labels": "labels",
+        "label": "labels", "num_items_in_batch": "normalizer"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("word", "ours"), OURS.items())

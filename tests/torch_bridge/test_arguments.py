@@ -1,15 +1,22 @@
 """Every error that a caller of the bridge can make names the argument, its value and what would work."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
+import torch_bridge
 from pallas_ce import LowRank
+from tests.pallas_ce.test_signatures import described_arguments
 from torch_bridge import (
+    LinearCrossEntropyLoss,
     cross_entropy,
     linear_cross_entropy,
     linear_distillation,
     linear_log_probs,
+    linear_row_statistics,
+    patch_causal_lm,
     selective_log_softmax,
     vocab_parallel_cross_entropy,
     vocab_parallel_log_probs,
@@ -50,6 +57,8 @@ MISTAKES = [
         (ValueError, "4 in the one and 7 in the other: pass linear_weight.T", {"linear_weight": torch.ones(4, 7)}),
         (TypeError, "'weight'; it is called 'linear_weight' or 'class_weights' here", {"weight": torch.ones(7)}),
         (TypeError, "'softcap'; it is called 'logit_softcap' here", {"softcap": 3.0}),
+        (TypeError, "'student_hidden'; it is called 'input' here", {"student_hidden": 0}),
+        (TypeError, "'vocab_axis'; linear_weight is .* pass linear_weight.T", {"vocab_axis": 1}),
         (TypeError, "'lse_square_scale'; it is called 'z_loss' here", {"lse_square_scale": 1e-4}),
         (TypeError, "target has dtype", {"target": torch.zeros(3)}),
         (ValueError, "linear_bias has shape", {"linear_bias": torch.ones(6)}),
@@ -92,7 +101,15 @@ MISTAKES = [
         (TypeError, "support has dtype torch.float32; it must hold integers", {"support": torch.ones(3, 2)}),
         (ValueError, r"support has shape \(3,\); it must be \(3,\) with K >= 1 ids behind", {"support": IDS}),
     ]),
+    (linear_row_statistics, HEAD, [
+        (ValueError, rf"must be \(7,\).*{ORDER}", {"input": HEAD["linear_weight"], "linear_weight": HEAD["input"]}),
+    ]),
     (linear_distillation, TWO, [
+        (TypeError, "'student_weight'; it is called 'linear_weight' here", {"student_weight": 0}),
+        (TypeError, "'student_bias'; it is called 'linear_bias' here", {"student_bias": 0}),
+        (TypeError, "'jsd_beta'; it is called 'beta' here", {"jsd_beta": 0.5}),
+        (ValueError, rf"must be \(7, 5\){ORDER}", {"input": HEAD["linear_weight"], "linear_weight": HEAD["input"]}),
+        (ValueError, rf"target has shape \(7,\); it must be \(3,\){ORDER}", {"target": torch.zeros(7).long()}),
         (ValueError, "7 vocabulary entries and teacher_weight 8", {"teacher_weight": torch.ones(8, 5)}),
         (ValueError, r"teacher_weight has shape \(7,\); it must be \[V, H_t\]", {"teacher_weight": torch.ones(7)}),
         (ValueError, r"teacher_input has shape \(3, 4\); it must be \(3, 5\)", {"teacher_input": torch.ones(3, 4)}),
@@ -130,6 +147,21 @@ MISTAKES = [
 def test_a_mistake_is_named(function, good, kind, message, bad):
     with pytest.raises(kind, match=message):
         function(**{**good, **bad})
+
+
+@pytest.mark.parametrize("takes", [lambda **options: LinearCrossEntropyLoss(4, 7, **options),
+                                   lambda **options: patch_causal_lm(None, **options)])  # fmt: skip
+def test_an_option_that_is_kept_is_known_or_named(takes):
+    with pytest.raises(TypeError, match=r"unknown option 'lse_square_scale'; it is called 'z_loss' here; choose from "):
+        takes(lse_square_scale=1e-4)
+    with pytest.raises(TypeError, match="reduction='sum' is an argument of the patched model's calls"):
+        patch_causal_lm(None, reduction="sum")
+
+
+@pytest.mark.parametrize("name", torch_bridge.__all__)
+def test_every_argument_is_described(name):
+    function = getattr(torch_bridge, name)
+    assert described_arguments(function) == sorted(inspect.signature(function).parameters)
 
 
 VALIDATED = [(linear_cross_entropy, HEAD, 7), (linear_log_probs, HEAD, 7), (cross_entropy, LOGITS, 7),

@@ -1,6 +1,6 @@
 """Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -100,15 +100,15 @@ def _of_products(input: Tensor) -> torch.dtype:
 
 
 def teacher(
-    input: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float | Tensor, leading: Sequence[int]
+    input: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float | Tensor, leading: Sequence[int], size: int
 ) -> dict[str, Any]:
-    """Checks a teacher's tensors, constants; what the operator takes of them."""
+    """Checks a teacher's tensors, constants; what the operator takes of them. `size` is the student's V."""
     for name, tensor in (("teacher_input", input), ("teacher_weight", weight), ("teacher_bias", bias)):
         if tensor is not None:
             floating(name, tensor)
     if weight.ndim != 2:
         raise ValueError(f"teacher_weight has shape {tuple(weight.shape)}; it must be [V, H_t]")
-    shape("teacher_input", input, (*leading, weight.shape[1]))
+    shape("teacher_input", input, (*leading, weight.shape[1]), _order(input.shape[:-1], leading, size))
     shape("teacher_bias", bias, weight.shape[:1])
     dtype = _of_products(input)
     return {
@@ -143,6 +143,13 @@ def loss(
         "token_weights": of_tokens(options.get("token_weights"), leading, shift),
         **scalars(dtype, options, "label_smoothing", "z_loss", "normalizer"),
     }
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], further: Collection[str] = ()) -> None:
+    """Refuses options that are not known; what the caller takes `further` may be what one of them is called."""
+    if unknown := sorted(set(given) - set(known)):
+        hint = integration.called_here(unknown[0], {*known, *further})
+        raise TypeError(f"unknown option {unknown[0]!r}{hint}; choose from {', '.join(sorted(known))}")
 
 
 def kept(options: Mapping[str, Any]) -> None:
@@ -219,12 +226,17 @@ def labels(
     _integers("target", target)
     if target.shape != leading and not (several and _several(target, leading)):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
-        order = _ORDER if len(leading) == 1 and target.shape == (size,) else ""
+        order = _order(target.shape, leading, size)
         order = _CLASSES_LAST if target.shape == (*leading[:1], *leading[2:], size) and leading[1:] else order
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}{order}")
     if validate_labels:
         target = _with_valid_values(target, size, integration.read_ignore_index(ignore_index))
     return _by_row_shifted(target if target.dtype in _LABELS else target.long(), shift, leading, integration.NO_TARGET)
+
+
+def _order(of_tokens: Sequence[int], leading: Sequence[int], size: int) -> str:
+    """What an error adds where the tokens are as many as the vocabulary's entries, and "input" is the weight."""
+    return _ORDER if len(leading) == 1 and tuple(of_tokens) == (size,) else ""
 
 
 def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> Tensor:
@@ -271,13 +283,13 @@ def _(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
     return torch.empty_like(target)
 
 
-def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
+def shape(name: str, tensor: Tensor | None, expected: Sequence[int], hint: str = "") -> None:
     """Checks a dense tensor of that shape, or None."""
     if tensor is None:
         return
     exchange.check_dense(name, tensor)
     if tensor.shape != tuple(expected):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}{hint}")
 
 
 def temperature(value: float | Tensor, leading: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:

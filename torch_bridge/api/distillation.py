@@ -77,7 +77,9 @@ def linear_distillation(
     head, given = _checked(input, linear_weight, teacher_input, teacher_weight, known)
     row_mask, ignore_index = options.get("row_mask"), options.get("ignore_index", -100)
     all_count = row_mask is None and target is not None
-    given["target"] = None if target is None else checks.labels(target, head.leading, ignore_index=ignore_index)
+    if target is not None:
+        target = checks.labels(target, head.leading, size=head.size, ignore_index=ignore_index)
+    given["target"] = target
     given["row_mask"] = None if all_count else checks.mask(row_mask, input)
     loss: Tensor = head.shaped(LINEAR_DISTILLATION.call(given)[0])
     return loss
@@ -169,7 +171,7 @@ def _checked(
     bias, scale = options.get("teacher_bias"), options.get("teacher_logit_scale", 1.0)
     given: dict[str, Any] = {
         "token_weights": checks.of_tokens(options.get("token_weights"), head.leading),
-        **checks.teacher(teacher_input, teacher_weight, bias, scale, head.leading),
+        **checks.teacher(teacher_input, teacher_weight, bias, scale, head.leading, head.size),
         **checks.scalars(head.dtype, options, "normalizer"),
         **checks.temperature(options.pop("temperature", 1.0), head.leading, head.dtype),
     }

@@ -127,7 +127,7 @@ def linear_row_statistics(
     head = checks.head(input, linear_weight, **options)
     checks.shape("logit_weights", logit_weights, (head.size,))
     given = {
-        "target": None if target is None else checks.labels(target, head.leading, several=True),
+        "target": None if target is None else checks.labels(target, head.leading, several=True, size=head.size),
         "statistics": ",".join(names),
         "logit_weights": logit_weights,
         "row_mask": checks.mask(row_mask, input),

@@ -31,7 +31,7 @@ class LinearCrossEntropyLoss(nn.Module):
     embedding it is tied to.
 
     Args:
-        in_features: H.
+        in_features: H, the hidden size.
         num_classes: V', the weight's rows.
         bias: whether there is one.
         class_weights: `[V]`, kept as a buffer outside the state dict.
@@ -99,8 +99,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self, weight: nn.Parameter, bias: nn.Parameter | None, class_weights: Tensor | None, options: dict[str, Any]
     ) -> None:
         allowed = inspect.signature(linear_cross_entropy).parameters.keys() - _GIVEN
-        if unknown := sorted(set(options) - allowed):
-            raise TypeError(f"unknown options {unknown}; choose from {sorted(allowed)}")
+        checks.refuse_unknown(options, allowed, {"class_weights"})
         if own := [name for name, x in options.items() if isinstance(x, nn.Parameter)]:
             raise TypeError(f"{own[0]} is an nn.Parameter, which this module would not own: call linear_cross_entropy")
         checks.kept(options)

@@ -85,11 +85,9 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
         torch.Size([2, 7])
         >>> model = unpatch_causal_lm(model)
     """
-    if unknown := sorted(set(options) - _OPTIONS):
-        raise TypeError(
-            f"unknown options {unknown}; choose from skip_logits, {', '.join(sorted(_OPTIONS))}. A reduction is an "
-            "argument of the patched model's calls"
-        )
+    if "reduction" in options:
+        raise TypeError(f"reduction={options['reduction']!r} is an argument of the patched model's calls")
+    checks.refuse_unknown(options, _OPTIONS, {"skip_logits"})
     if not isinstance(skip_logits, bool):
         raise TypeError(f"{skip_logits=} must be True or False")
     checks.kept(options)
@@ -107,6 +105,9 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
 
 def unpatch_causal_lm(model: Any) -> Any:
     """Undoes `patch_causal_lm`; returns the model. The last one gives TRL's heads back, too.
+
+    Args:
+        model: what `patch_causal_lm` was given, or a `PeftModel` around it.
 
     Raises:
         ValueError: the model is not patched, or its forward was wrapped or replaced since.

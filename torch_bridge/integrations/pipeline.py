@@ -119,7 +119,12 @@ def take_head(model: nn.Module, name: str = "lm_head", **options: Any) -> Pipeli
 
 
 def put_head_back(model: nn.Module, name: str = "lm_head") -> None:
-    """Undoes `take_head`: the head is an `nn.Linear` again, with the parameters as they are now."""
+    """Undoes `take_head`: the head is an `nn.Linear` again, with the parameters as they are now.
+
+    Args:
+        model: what `take_head` was given.
+        name: where its head is.
+    """
     head: Any = model.get_submodule(name)
     if type(head) is not HeadInLoss:
         raise TypeError(f"{name} is a {type(head).__name__}, not a head that take_head took")
@@ -132,6 +137,10 @@ def returning(what: Returns, model: nn.Module) -> Iterator[None]:
     """Within the context every head that `take_head` took in `model` returns "hidden" states or "logits".
 
     For a loss on the evaluation set: `with returning("hidden", model.eval()): schedule.eval(x, target=y, losses=[])`.
+
+    Args:
+        what: "hidden" or "logits".
+        model: what `take_head` was given, or a module around it.
     """
     if what not in ("hidden", "logits"):
         raise ValueError(f"what={what!r} must be 'hidden' or 'logits'")
