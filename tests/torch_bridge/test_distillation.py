@@ -1,6 +1,7 @@
 """Distillation on tensors, and on parts of a vocabulary: values and gradients beside float64."""
 
 import functools
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ from torch_bridge import linear_distillation, linear_log_probs, vocab_parallel_d
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 N, H, TEACHERS, V = 7, 6, 9, 31
-SIZES: dict[str, tuple[int, ...]] = {
-    "input": (N, H), "linear_weight": (V, H), "teacher_input": (N, TEACHERS), "teacher_weight": (V, TEACHERS),
-    "linear_bias": (V,), "teacher_bias": (V,), "logit_scale": (), "teacher_logit_scale": (), "token_weights": (N,),
-    "temperature": (N,), "up": (V, 2), "down": (2, H),
-}  # fmt: skip
 
 
+def sizes(n: int, h: int, teachers: int, v: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "input": (n, h), "linear_weight": (v, h), "teacher_input": (n, teachers), "teacher_weight": (v, teachers),
+        "linear_bias": (v,), "teacher_bias": (v,), "logit_scale": (), "teacher_logit_scale": (), "token_weights": (n,),
+        "temperature": (n,), "up": (v, 2), "down": (2, h),
+    }  # fmt: skip
+
+
+SIZES = sizes(N, H, TEACHERS, V)
 HEADS = list(SIZES)[:4]
 
 
@@ -37,9 +42,9 @@ def stored_divergence(given: dict[str, Tensor], options: dict[str, Any]) -> Tens
         "reverse_kl": p.exp() * (p - q),
         "jsd": beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m),
     }
-    target, counts = options.get("target"), options.get("row_mask", torch.ones(N, dtype=torch.bool))
+    target, counts = options.get("target"), options.get("row_mask", torch.ones(len(p), dtype=torch.bool))
     counts = counts if target is None else counts & (target >= 0) & (target < p.shape[-1])
-    weights = torch.where(counts, given.get("token_weights", torch.ones(N).double()), 0)
+    weights = torch.where(counts, given.get("token_weights", torch.ones(len(p)).double()), 0)
     each = weights * terms[options["divergence"]].sum(-1)
     if options.get("reduction") == "none":
         return each
@@ -129,6 +134,25 @@ PARTS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     ((), {"divergence": "reverse_kl", "reduction": "sum", "target": TARGET, "row_mask": torch.arange(N) != 4}),
     ((), {"divergence": "reverse_kl", "row_mask": torch.zeros(N, dtype=torch.bool)}),
 )
+
+
+def compare_drawn_parts_with_float64(rank: int) -> None:
+    """Both processes draw the same."""
+    draw, numbers = random.Random(0), torch.Generator().manual_seed(0)
+    for seed in range(4):
+        n, v = draw.randint(1, 9), draw.randint(2, 40)
+        of_case, cuts = sizes(n, draw.randint(1, 8), draw.randint(1, 8), v), (0, draw.randint(1, v - 1), v)
+        further = draw.sample([*list(SIZES)[4:10], "up down"], draw.randint(0, 4))
+        options = {name: draw.choice(values) for name, values in {
+            "divergence": DIVERGENCES, "reduction": ("mean", "sum", "none"), "beta": (0.1, 0.5, 0.8),
+            "logit_softcap": (None, 3.0), "teacher_logit_softcap": (None, 4.0),
+            "row_mask": (torch.ones(n) > 0, torch.rand(n, generator=numbers) > 0.3),
+            "target": (None, torch.randint(-1, v + 1, (n,), generator=numbers)),
+        }.items()}  # fmt: skip
+        options["vocab_size"] = v
+        function = functools.partial(vocab_parallel_distillation, vocab_start=cuts[rank])
+        given = made(of_case, seed, *HEADS, *" ".join(further).split())
+        assert_exact(function, stored_divergence, given, options, slice(*cuts[rank : rank + 2]), slopes=(2e-4, 1e-4))
 
 
 def compare_parts_with_float64(rank: int, _: str) -> None:

@@ -2,20 +2,27 @@
 
 import functools
 import itertools
+import random
 
 import pytest
 import torch
 
 from tests.torch_bridge import processes
 from tests.torch_bridge.problems import BY_ENTRY, assert_exact, made, stored_logits, stored_loss
-from tests.torch_bridge.test_distillation import compare_parts_with_float64
+from tests.torch_bridge.test_distillation import compare_drawn_parts_with_float64, compare_parts_with_float64
 from torch_bridge import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy, vocab_parallel_log_probs
 
 TOKENS, WIDTH, VOCABULARY = (3, 4), 8, 30
-SIZES = {
-    "input": (*TOKENS, WIDTH), "linear_weight": (VOCABULARY, WIDTH), "linear_bias": (VOCABULARY,), "logit_scale": (),
-    "up": (VOCABULARY, 3), "down": (3, WIDTH), "temperature": TOKENS, "token_weights": TOKENS,
-}  # fmt: skip
+
+
+def sizes(tokens, width, v):
+    return {
+        "input": (*tokens, width), "linear_weight": (v, width), "linear_bias": (v,), "logit_scale": (),
+        "up": (v, 3), "down": (3, width), "temperature": tokens, "token_weights": tokens,
+    }  # fmt: skip
+
+
+SIZES = sizes(TOKENS, WIDTH, VOCABULARY)
 TARGET = torch.tensor([[-100, 0, 7, VOCABULARY], [1, 3, 6, 29], [8, 20, 5, -1]])
 HEAD, BIASED = ("input", "linear_weight"), ("input", "linear_weight", "linear_bias", "token_weights")
 # Names of tensors, and options; those that differ in reductions share their programs.
@@ -84,8 +91,9 @@ def refuse_parts_that_are_not(rank, _):
 def stored_log_probs(given, options):
     """`[2, ...]`: log-probabilities and entropies of stored logits."""
     log_p, target = stored_logits(given, options).log_softmax(-1), options["target"]
-    counts = (target >= 0) & (target < VOCABULARY) & (target != options.get("ignore_index", -100))
-    of_target = log_p.gather(-1, target.clamp(0, VOCABULARY - 1)[..., None])[..., 0]
+    v = log_p.shape[-1]
+    counts = (target >= 0) & (target < v) & (target != options.get("ignore_index", -100))
+    of_target = log_p.gather(-1, target.clamp(0, v - 1)[..., None])[..., 0]
     return torch.stack([of_target, -(log_p.exp() * log_p).sum(-1)]) * counts
 
 
@@ -113,6 +121,26 @@ def compare_log_probs_with_float64(rank, _):
     mine, place = part(rank, 1)
     alone = vocab_parallel_log_probs(given["input"], given["linear_weight"][mine], **options, **place)
     torch.testing.assert_close(alone, stored_log_probs(given, options)[0], rtol=1e-5, atol=1e-5)
+
+
+def compare_drawn_log_probs_with_float64(rank):
+    """Both processes draw the same."""
+    draw, numbers = random.Random(0), torch.Generator().manual_seed(0)
+    for seed in range(4):
+        tokens, v = draw.choice([(1,), (5,), (2, 3)]), draw.randint(2, 40)
+        cut, names = draw.randint(1, v - 1), [*HEAD, *draw.sample([*list(SIZES)[2:4], "temperature", "up down"], 2)]
+        target = torch.randint(-1, v + 1, tokens, generator=numbers)
+        options = {"target": target, "ignore_index": draw.choice([-100, None, 1])}
+        options |= {"logit_softcap": draw.choice([None, 4.0]), "vocab_size": v}
+        options |= {} if "temperature" in names else {"temperature": draw.choice([0.7, torch.tensor(2.5)])}
+        given = made(sizes(tokens, draw.randint(1, 9), v), seed, *" ".join(names).split())
+
+        def log_probs(cut=cut, **given):
+            found = vocab_parallel_log_probs(vocab_start=cut * rank, return_entropy=True, **given)
+            return torch.stack([found.log_prob, found.entropy])
+
+        mine = slice(cut) if rank == 0 else slice(cut, None)
+        assert_exact(log_probs, stored_log_probs, given, options, mine, slopes=(1e-4, 2e-5))
 
 
 def hold_what_is_not_finite(rank, _):
@@ -153,7 +181,9 @@ def every_check(rank, device):
     compare_losses_with_float64(rank, device)
     refuse_parts_that_are_not(rank, device)
     compare_log_probs_with_float64(rank, device)
+    compare_drawn_log_probs_with_float64(rank)
     compare_parts_with_float64(rank, device)
+    compare_drawn_parts_with_float64(rank)
     hold_what_is_not_finite(rank, device)
 
 
