@@ -1,5 +1,9 @@
 """The whole contract through PyTorch, against the float64 oracle, and PyTorch's own cross entropy."""
 
+import re
+import textwrap
+from pathlib import Path
+
 import hypothesis
 import jax
 import numpy as np
@@ -11,7 +15,13 @@ from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import make, problems
 from tests.torch_bridge.problems import LINEAR, MODES, bridged, tensors
-from torch_bridge import cross_entropy, linear_cross_entropy, linear_log_probs, linear_row_statistics
+from torch_bridge import (
+    LinearCrossEntropyLoss,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_row_statistics,
+)
 
 WAYS = [("xla", "recompute"), ("xla", "in_forward"), (None, "auto")]
 
@@ -43,6 +53,28 @@ def test_with_pytorchs_options_it_is_pytorchs_cross_entropy(reduction):
         cross_entropy(hidden @ weight.T, target, class_weights=by_class, **options),
     ):
         torch.testing.assert_close(found, want)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this PyTorch does not have it")
+def test_pytorchs_own_function_and_module_take_the_same_arguments():
+    """By the lines of docs/coming_from.md, and with the options that both have."""
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+    lines = re.search(r"### PyTorch's own linear_cross_entropy\n\n((?: .*\n)+)", page)[1]
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*size) for size in ((2, 30, 9), (70, 9), (70,)))
+    target, by_class = torch.randint(0, 70, (2, 30)), torch.rand(70)
+    shown = {"torch": torch, "hidden": hidden, "weight": weight, "bias": bias, "target": target}
+    shown |= {"in_features": 9, "num_classes": 70}
+    exec(textwrap.dedent(lines), shown)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, linear_bias=bias), shown["loss"])
+    module = LinearCrossEntropyLoss(shown["in_features"], shown["num_classes"])
+    module.load_state_dict(shown["module"].linear.state_dict())
+    torch.testing.assert_close(module(hidden[0], target[0]), shown["module"](hidden[0], target[0]))
+    given = {"input": hidden[0], "linear_weight": weight, "target": target[0], "ignore_index": int(target[0, 0])}
+    for reduction in ("mean", "sum", "none"):
+        given |= {"reduction": reduction, "label_smoothing": 0.1}
+        want = torch.nn.functional.linear_cross_entropy(**given, weight=by_class)
+        torch.testing.assert_close(linear_cross_entropy(**given, class_weights=by_class), want)
 
 
 @pytest.mark.parametrize(("way", "by_token"), [*((way, False) for way in WAYS), (WAYS[0], True), (WAYS[2], True)])
