@@ -160,7 +160,7 @@ def logit_strategy(
         return headless
 
     class Strategy(strategies.LogitStrategy):  # type: ignore[misc]
-        """Its outputs are hidden states and their head, in the logits' place."""
+        """A strategy whose outputs are hidden states and their head, in the logits' place."""
 
         def get_student_outputs(self, model: Any, inputs: dict[str, Any]) -> Any:
             return super().get_student_outputs(model, inputs), _head(model, options)

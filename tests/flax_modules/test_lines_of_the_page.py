@@ -30,12 +30,12 @@ def text(section):
 
 
 def lines(section):
-    """Its first indented block."""
+    """The first indented block of the section."""
     return textwrap.dedent(re.search(r"\n((?:\n|    .*\n)+)", text(section))[1])
 
 
 def python(section):
-    """Its first Python block."""
+    """The first Python block of the section."""
     return text(section).split("```python\n")[1].split("```")[0]
 
 
