@@ -83,14 +83,14 @@ test-nightly: $(VENV)/.dev environments $(if $(EXTRA),,$(VENV)/.tpu)  ## run wha
 	@$(MAKE) --no-print-directory test-newest
 	@$(EIGHT_DEVICES) $(TRAINERS)/bin/python $(PYTEST) -m nightly --cases=$(CASES) tests/flax_modules $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
-	@$(OLDEST)/bin/python $(PYTEST) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
+	@$(OLDEST)/bin/python $(PYTEST) -m "not gpu and not slow and not nightly" --in-all=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
 
 # As XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py).
 test-newest: $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev  ## run tests on the newest jax and the newest PyTorch
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not slow" --cases=1 $(WITHOUT_TORCH) $(ARGS)
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not slow" --in-all=1 $(WITHOUT_TORCH) $(ARGS)
 	@$(NEWEST_COMPILE)/bin/python $(PYTEST) -m "not gpu" tests/mosaic_gpu/test_compiled.py -k "test_kernels[ or test_products" $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	@$(NEWEST_TORCH)/bin/python $(PYTEST) -m "not gpu and not slow and not nightly" --cases=2 torch_bridge $(OF_TORCH) $(ARGS)
+	@$(NEWEST_TORCH)/bin/python $(PYTEST) -m "not gpu and not slow and not nightly" --in-all=2 torch_bridge $(OF_TORCH) $(ARGS)
 
 # Apart from the other trainers: it asks for an older optax, and is 1.8 GB.
 test-levanter: $(LEVANTER)/.dev  ## compare the loss with Levanter's own

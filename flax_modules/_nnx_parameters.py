@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-# What a layer may have with a shape that is no part of its product.
-_ASIDE = (nnx.Module, nnx.RngState, nnx.Intermediate, np.dtype, np.generic)
+# What a layer may hold beside its parameters.
+_STATE = (nnx.RngState, nnx.Intermediate, nnx.BatchStat, nnx.Cache)
 
 
 class Parameters(NamedTuple):
@@ -50,20 +50,18 @@ def parameters(source: Any) -> Parameters:
     for name, usual in (("dot_general", jax.lax.dot_general), ("einsum_op", jnp.einsum)):
         if getattr(inner, name, usual) is not usual:
             raise TypeError(f"source has {name} of its own, which the head would not call: make it JAX's")
-    own = vars(inner)
-    arrays = {
-        n: x for n, x in own.items() if isinstance(getattr(x, "shape", None), tuple) and not isinstance(x, _ASIDE)
-    }
-    names = [n for n, x in arrays.items() if len(x.shape) == 2 and not isinstance(x, nnx.LoRAParam)]
+    own = {name: x for name, x in vars(inner).items() if not isinstance(x, _STATE)}
+    names = [name for name, x in own.items() if len(_shape(x) or ()) == 2 and not isinstance(x, nnx.LoRAParam)]
     if len(names) != 1:
         raise TypeError(
             f"source is a {type(inner).__name__} with the matrices {names}, but a head has one: pass the parameter"
         )
     (name,) = names
-    if beside := arrays.keys() - {name, "bias", f"{name}_lora_a", f"{name}_lora_b"}:
+    served = {name, "bias", "lora", f"{name}_lora_a", f"{name}_lora_b"}
+    if beside := sorted(key for key, x in own.items() if key not in served and _has_numbers(x)):
         raise TypeError(
-            f"source is a {type(inner).__name__} with {', '.join(sorted(beside))} beside its matrix, which the head "
-            "would not apply: dequantise the weight, call a bias `bias`, or pass the parameter"
+            f"source is a {type(inner).__name__} with {', '.join(beside)} beside its matrix, which the head would not "
+            "apply: dequantise the weight, call a bias `bias`, or pass the parameter if the logits do not depend on it"
         )
     adapters = [(x.lora_a, x.lora_b) for x in (source, own.get("lora")) if isinstance(x, nnx.LoRA)]
     if of_qwix := hasattr(inner, f"{name}_lora_b"):  # beside the weight
@@ -71,6 +69,18 @@ def parameters(source: Any) -> Parameters:
     if len(adapters) > 1:
         raise ValueError(f"source is a {type(source).__name__} with two adapters: a head takes one, so merge one")
     return Parameters(own[name], own.get("bias"), adapters[0] if adapters else None, of_qwix)
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    shape = getattr(x, "shape", None)
+    return shape if isinstance(shape, tuple) else None  # of a NumPy dtype's class it is a descriptor
+
+
+def _has_numbers(x: Any) -> bool:
+    """Whether it is a floating array, or a module with a parameter."""
+    if isinstance(x, nnx.Pytree):
+        return bool(jax.tree.leaves(nnx.state(x, nnx.Param)))
+    return _shape(x) is not None and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def vocab_axis(inner: Any, said: int | None) -> int:

@@ -86,8 +86,9 @@ def _memory_maps() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of `make test-nightly`."""
-    parser.addoption("--cases", type=int, metavar="N", help="of each parametrised test, run only N varied cases")
+    """The options of `make test-nightly`."""
+    parser.addoption("--cases", type=int, metavar="N", help="of what a test leaves to the night, run only N varied cases")
+    parser.addoption("--in-all", type=int, metavar="N", help="of each parametrised test, run only N varied cases")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -108,7 +109,7 @@ def pytest_collect_file() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Marks drawn tests, takes the mark `nightly` from the cases that it is to keep, and heeds `--cases`.
+    """Marks drawn tests, takes the mark `nightly` from the cases that it is to keep, and heeds the options.
 
     Memory maps are given back after each drawn example too: one test may compile hundreds of programs.
     """
@@ -127,10 +128,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in _varied(cases, mark.kwargs["keep"]):
             item.own_markers.remove(next(item.iter_markers("nightly")))
     yield  # pytest leaves out what `-m` and `-k` do
-    if most := config.getoption("cases"):
-        kept = {id(item) for cases in _by_test(items) for item in _varied(cases, most)}
-        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-        items[:] = [item for item in items if id(item) in kept]
+    for option, limits in (("cases", [x for x in items if x.get_closest_marker("nightly")]), ("in_all", items)):
+        if most := config.getoption(option):
+            kept = {id(item) for cases in _by_test(limits) for item in _varied(cases, most)}
+            left = {id(item) for item in limits} - kept
+            config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
+            items[:] = [item for item in items if id(item) not in left]
 
 
 def _by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:

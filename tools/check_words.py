@@ -27,10 +27,16 @@ def in_text(text: str, first_line: int = 1) -> Found:
 
 
 def in_module(source: str) -> Found:
-    """Lines and phrases of a module's comments, docstrings, and strings that it raises."""
+    """Lines and phrases of a module's comments, docstrings, and strings within `raise`."""
     comments = [x for x in tokenize.generate_tokens(io.StringIO(source).readline) if x.type == tokenize.COMMENT]
-    # Comments below each other in one column are one text.
-    for _, group in itertools.groupby(enumerate(comments), lambda x: (x[1].start[0] - x[0], x[1].start[1])):
+
+    def text_of(numbered: tuple[int, tokenize.TokenInfo]) -> tuple[int, int]:
+        """Comments below each other in one column are one text, if nothing stands before them."""
+        place, comment = numbered
+        line, column = comment.start
+        return (line - place, column) if comment.line[:column].isspace() or not column else (-line, column)
+
+    for _, group in itertools.groupby(enumerate(comments), text_of):
         lines = [comment for _, comment in group]
         yield from in_text("\n".join(comment.string.lstrip("# ") for comment in lines), lines[0].start[0])
     for node in ast.walk(ast.parse(source)):

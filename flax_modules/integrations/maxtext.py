@@ -19,7 +19,8 @@ def patch_vocab_tiling(**options: Any) -> None:
     for the whole process, in all that is compiled from then on.
 
     Args:
-        **options: of the `LossHead`, as `implementation`, `backward` or `scratch_bytes`.
+        **options: of the `LossHead`, as `implementation`, `backward` or `scratch_bytes`; a `precision` takes the place
+            of the config's `matmul_precision`.
 
     Raises:
         ModuleNotFoundError: MaxText is not installed, or a package that it imports.

@@ -159,7 +159,7 @@ def linear_distillation(
     if teacher.leading != student.leading:
         raise ValueError(
             f"teacher_hidden has shape {teacher.hidden.shape} and hidden {student.hidden.shape}; they must have the "
-            "same leading shape, and arguments come as hidden, weight, teacher_hidden, teacher_weight"
+            "same leading shape (the order is hidden, weight, teacher_hidden, teacher_weight)"
         )
     if student.spec.vocab_size != teacher.spec.vocab_size:
         raise ValueError(

@@ -234,7 +234,7 @@ _PREFIX = re.compile("linear_|teacher_")
 # One argument's names here and in the bridge, and those that other libraries have for it.
 _NAMES = (
     (("hidden", "input"), ("_input", "x", "e", "hidden_states", "embeddings", "student_input", "student_hidden")),
-    (("weight", "linear_weight"), ("lin_weight", "c", "classifier", "student_weight")),
+    (("weight", "linear_weight"), ("lin_weight", "c", "classifier", "student_weight", "weights")),
     (("labels", "target"), ("targets", "label", "shift_labels")),
     (("bias", "linear_bias"), ("student_bias",)),
     (("class_weights",), ("ce_weight", "weight")),
@@ -253,7 +253,7 @@ _NAMES = (
 def called_here(unknown: str, known: Collection[str]) -> str:
     """The end of an error about an unknown argument: its name among the known ones, where it has one."""
     if unknown == "vocab_axis" and "linear_weight" in known:
-        return "; linear_weight is [V, H] here: pass linear_weight.T"
+        return "; linear_weight is [V, H] here: pass linear_weight.T for one that is [H, V]"
     names = [x for ours, others in _NAMES if unknown in (*ours, *others) for x in ours if x in known]
     names = names or difflib.get_close_matches(unknown, known, 1, 0.8)
     return f"; it is called {' or '.join(map(repr, names))} here" if names else ""

@@ -131,7 +131,8 @@ def with_state(layer):
     """The layer with what packages keep in one beside its parameters."""
     layer.kernel_scale, layer.key = None, nnx.RngKey(jax.random.key(0), tag="dropout")
     layer.seen = nnx.Variable({"count": jnp.zeros(()), "sum": jnp.zeros(VOCAB)})  # as a quantiser of qwix
-    layer.norm = nnx.Intermediate(jnp.zeros(VOCAB))
+    layer.norm, layer.mean = nnx.Intermediate(jnp.zeros(VOCAB)), nnx.BatchStat(jnp.zeros(VOCAB))
+    layer.calls, layer.dropout = nnx.Variable(jnp.zeros((), int)), nnx.Dropout(0.1, rngs=nnx.Rngs(0))
     return layer
 
 
@@ -281,6 +282,8 @@ def test_layers_that_a_head_does_not_take_are_refused_by_name():
         setattr(layer, name, nnx.Param(jnp.ones(shape)))
         return layer
 
+    normed = beside("kernel_scale")
+    normed.kernel_scale, normed.norm = None, nnx.LayerNorm(9, rngs=rngs)
     multiplies = nnx.Linear(4, 9, dot_general=lambda *given, **options: None, rngs=rngs)
     for error, words, call in (
         (TypeError, "source is an nnx.LoRA of a NoneType", lambda: make(lora(None))),
@@ -288,6 +291,7 @@ def test_layers_that_a_head_does_not_take_are_refused_by_name():
         (TypeError, "dot_general of its own", lambda: make(multiplies)),
         (TypeError, "Linear with kernel_scale beside its matrix, .*: dequantise", lambda: make(beside("kernel_scale"))),
         (TypeError, "Linear with kernel_scale beside its matrix", lambda: make(beside("kernel_scale", 9))),
+        (TypeError, "Linear with norm beside its matrix", lambda: make(normed)),
         (TypeError, "Linear with b beside its matrix, .* call a bias `bias`", lambda: make(beside("b", 9))),
         (TypeError, r"Linear with the matrices \['kernel', 'scale'\]", lambda: make(beside("scale", 1, 9))),
         (TypeError, r"BatchNorm with the matrices \[\]", lambda: make(nnx.BatchNorm(4, rngs=rngs))),

@@ -38,7 +38,6 @@ def missing(text, packages=r"\w+"):
     return sorted(name for name in imported if importlib.util.find_spec(name) is None)
 
 
-@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page):
     """Up to the first of a package that is not there: what follows builds on it."""
@@ -54,7 +53,6 @@ def test_the_examples_of_a_page_run(page):
             exec(compile(block, f"{page}, block {number}", "exec"), namespace)
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("start", "section"), [pytest.param(*x, id=x[1].split("\n")[0]) for x in SECTIONS])
 def test_a_section_of_coming_from_runs_with_its_own_framework_alone(start, section):
     """With its part's first block, in whatever order tests run: only what the blocks themselves import is looked at."""

@@ -126,7 +126,7 @@ def test_the_gradient_of_a_vocab_scale_stays_within_the_scratch() -> None:
     assert _used(compiled) <= 1.1 * told.peak_bytes
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("implementation", "name", "backward"),
     [*itertools.product(("mosaic_gpu", "triton"), ("mapped", "scanned"), ("in_forward", "recompute")),

@@ -43,7 +43,7 @@ def test_eight_devices_give_the_result_of_one(file: str, marked: str) -> None:
     if (file, marked) == ("split_calls", "nightly or drawn"):
         pytest.skip("all of it is in the other case")
     plugins = ("-p", "no:cacheprovider", "-p", "no:xdist", "-q")
-    outputs(started(8, "pytest", *plugins, f"tests/pallas_ce/{file}.py", "-m", marked, "--cases=8"))
+    outputs(started(8, "pytest", *plugins, f"tests/pallas_ce/{file}.py", "-m", marked, "--in-all=8"))
 
 
 @pytest.mark.nightly

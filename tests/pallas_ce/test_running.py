@@ -17,7 +17,7 @@ from tests.pallas_ce.problems import WAYS, Problem, make, problems, small_scratc
 from tests.pallas_ce.sums import assert_adds
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
 @hypothesis.given(
     p=problems(low_rank=False), loss_scale=st.sampled_from([1.0, 0.3, -128.0, 0.0]), bias=st.booleans(),

@@ -40,7 +40,6 @@ def _log_probs(x: Any, labels: Any, by_row: Any, *, reduction: str, **options: A
 FUNCTIONS = {"cross_entropy": _loss, "loss": _row_loss, "log_probs": _log_probs}
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @hypothesis.given(data=st.data())
 def test_it_is_the_loss_of_slices(name: str, data: Any) -> None:

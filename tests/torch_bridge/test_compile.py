@@ -88,7 +88,7 @@ def assert_as_eager(compiled, function, sizes, rtol, atol):
         torch.testing.assert_close(value_and_gradients(compiled, *given), want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [(name, None) for name in FUNCTIONS if "policy" not in name and name != "shift"]

@@ -189,7 +189,6 @@ def trained(trl, name, model, directory):
     return products, {name: p.detach() - before[name] for name, p in model.named_parameters() if name in before}, losses
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.filterwarnings("ignore")  # TRL's, transformers' and accelerate's own
 @pytest.mark.parametrize("name", [pytest.param(x, marks=REPEATED.get(x, ())) for x in TRAINERS])
 def test_a_trainer_of_trl_trains_alike_by_the_bridges_calls_and_without_products_of_the_vocabulary(trl, name, tmp_path):

@@ -146,10 +146,11 @@ def loss(
 
 
 def refuse_unknown(given: Iterable[str], known: Collection[str], further: Collection[str] = ()) -> None:
-    """Refuses options that are not known; what the caller takes `further` may be what one of them is called."""
+    """Refuses options that are not known; the caller has `further` arguments."""
     if unknown := sorted(set(given) - set(known)):
-        hint = integration.called_here(unknown[0], {*known, *further})
-        raise TypeError(f"unknown option {unknown[0]!r}{hint}; choose from {', '.join(sorted(known))}")
+        names = sorted({*known, *further})
+        hint = integration.called_here(unknown[0], names)
+        raise TypeError(f"unknown option {unknown[0]!r}{hint}; choose from {', '.join(names)}")
 
 
 def kept(options: Mapping[str, Any]) -> None:

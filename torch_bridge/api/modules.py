@@ -99,7 +99,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self, weight: nn.Parameter, bias: nn.Parameter | None, class_weights: Tensor | None, options: dict[str, Any]
     ) -> None:
         allowed = inspect.signature(linear_cross_entropy).parameters.keys() - _GIVEN
-        checks.refuse_unknown(options, allowed, {"class_weights"})
+        checks.refuse_unknown(options, allowed, ("bias", "class_weights"))
         if own := [name for name, x in options.items() if isinstance(x, nn.Parameter)]:
             raise TypeError(f"{own[0]} is an nn.Parameter, which this module would not own: call linear_cross_entropy")
         checks.kept(options)

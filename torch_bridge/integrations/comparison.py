@@ -18,7 +18,7 @@ def compare(model: Any, options: dict[str, Any]) -> None:
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
     if any(map(partitioned.is_partitioned, model.parameters())):
         raise ValueError(
-            f"{kind} is not known, and cannot be run to see what its head does: its weights are partitioned by ZeRO-3. "
+            f"{kind} must be run to see what its head does, but its weights are partitioned by ZeRO-3. "
             "Patch it before DeepSpeed partitions them, which for Trainer means to load it before "
             "TrainingArguments(deepspeed=...), or use LinearCrossEntropyLoss in its forward"
         )

@@ -87,7 +87,7 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
     """
     if "reduction" in options:
         raise TypeError(f"reduction={options['reduction']!r} is an argument of the patched model's calls")
-    checks.refuse_unknown(options, _OPTIONS, {"skip_logits"})
+    checks.refuse_unknown(options, _OPTIONS, ["skip_logits"])
     if not isinstance(skip_logits, bool):
         raise TypeError(f"{skip_logits=} must be True or False")
     checks.kept(options)
