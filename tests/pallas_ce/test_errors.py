@@ -199,7 +199,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"beta": 1.0}, ValueError, r"beta=1\.0 must be strictly between 0 and 1; for the ends .*='forward_kl'"),
         ({"implementation": "mosaic_gpu"}, ValueError, "implementation='mosaic_gpu' does not serve distillation;"),
         ({"teacher_hidden": np.ones((3, 7))}, ValueError, r"teacher_hidden has shape \(3, 7\) and hidden \(4, 3\)"),
-        ({"hidden": WEIGHT, "weight": HIDDEN}, ValueError, "arguments come as hidden, weight, teacher_hidden, teac"),
+        ({"hidden": WEIGHT, "weight": HIDDEN}, ValueError, "the order is hidden, weight, teacher_hidden, teac"),
         ({"hidden": WEIGHT, "weight": HIDDEN, "labels": LABELS}, ValueError, "arguments come as hidden, weight, l"),
         ({"teacher_weight": np.ones((6, 7))}, ValueError, "5 vocabulary entries and teacher_weight 6; pass vocab_s"),
         ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 cannot hold one row in the forward pass"),

@@ -162,7 +162,7 @@ def test_a_patched_models_loss_and_gradients_and_check_of_labels(adapted):
 def test_a_model_that_is_not_known_is_patched_before_its_weights_are_partitioned():
     model = make("olmo2")
     model.lm_head.weight = partitioned(model.lm_head.weight)
-    with pytest.raises(ValueError, match=r"is not known.*its weights are partitioned by ZeRO-3. Patch it before"):
+    with pytest.raises(ValueError, match=r"must be run.*its weights are partitioned by ZeRO-3. Patch it before"):
         patch_causal_lm(model)
 
 
