@@ -5,13 +5,12 @@ accelerator products must be large to fill the chip, and sums over blocks and ti
 of them. So blocks and tiles are as large as the scratch allows, in the proportions of least traffic.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
-from pallas_ce.streaming.tiles import equal_parts, shrink
+from pallas_ce.streaming.budget import halved, quickest, sizes
 
 
 class Tiling(NamedTuple):
@@ -46,7 +45,7 @@ _PASSES = 200
 # Elements of a product that half of the chip could have made while the last parts of it were.
 _IDLE = 2**21
 
-# How many numbers of tiles are compared, from the fewest that fit on.
+# How many widths of tiles are compared.
 _TRIED = 8
 
 
@@ -69,30 +68,28 @@ def tiled_plan(
     """
     most_rows = min(tokens, tiling.rows)
     most_columns = min(vocab_size, max(least_columns, tiling.elements // most_rows))
-    found, least = None, math.inf
+
     # Over all of the vocabulary V the sum for N rows is read and written V/columns times, and the weight's once for
     # each of N/rows blocks, if there are several: in units of N·V numbers, `1/columns + 1/rows`. The last block and
     # tile do again a part of what the ones before did, and at the end of each product a part of the chip idles.
-    for steps in range(0 if tiling.cached else -(-most_rows // _STEP), 0, -1):
-        blocks = -(-tokens // min(most_rows, steps * _STEP))
-        rows = equal_parts(tokens, blocks, _STEP)
+    def time(rows: int, columns: int) -> float:
+        blocks, tiles, idle = -(-tokens // rows), -(-vocab_size // columns), _IDLE / (rows * columns)
+        again = (blocks * rows / tokens) * (tiles * columns / vocab_size) - 1
+        return 1 / columns + (1 / rows if blocks > 1 else 0) + (again + idle) / _PASSES
+
+    def widths(rows: int) -> list[int]:
+        """Of the fewest tiles that fit, and of a few more."""
         fixed = scratch(rows, 0)
-        room = (limit - fixed) // (scratch(rows, 1) - fixed)
-        if room < max(1, least_columns):
-            continue
-        fewest = -(-vocab_size // min(room, most_columns))
-        for tiles in range(fewest, fewest + _TRIED):
-            columns = max(least_columns, equal_parts(vocab_size, tiles, _STEP))
-            if columns > room or scratch(rows, columns) > limit:
-                continue
-            again = (blocks * rows / tokens) * (tiles * columns / vocab_size) - 1
-            idle = _IDLE / (rows * columns)
-            time = 1 / columns + (1 / rows if blocks > 1 else 0) + (again + idle) / _PASSES
-            if time < least:
-                found, least = (rows, columns), time
+        most = max(1, min(most_columns, (limit - fixed) // (scratch(rows, 1) - fixed)))
+        counts = range(-(-vocab_size // most), -(-vocab_size // most) + _TRIED)
+        return [max(least_columns, min(vocab_size, -(-vocab_size // tiles // _STEP) * _STEP)) for tiles in counts]
+
     # Where there is no room for a whole step: halved along their longer side.
-    rows, columns = found or shrink(most_rows, most_columns, scratch, limit, least_columns)
-    return Plan(rows, columns, scratch(rows, columns), vocab_size, last_apart=tiling.in_place)
+    best = halved(most_rows, most_columns, scratch, limit, least_columns)
+    if not tiling.cached:
+        choices = ((rows, columns) for rows in sizes(tokens, _STEP, most=most_rows) for columns in widths(rows))
+        best = quickest(choices, scratch, limit, time, best)
+    return Plan(*best, scratch(*best), vocab_size, last_apart=tiling.in_place)
 
 
 def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, rows: int, columns: int) -> int:

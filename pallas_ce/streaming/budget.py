@@ -1,4 +1,15 @@
-"""The memory that blocks and tiles may take beside a call's inputs and outputs."""
+"""The memory that blocks and tiles may take beside a call's inputs and outputs, and the search for their sizes.
+
+A backend states which sizes it may choose, by its own steps, and their costs: bytes, and time in any unit.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+# Rows of a block and columns of a tile.
+type Sizes = tuple[int, int]
+
+# Bytes or time, by rows and columns.
+type Cost = Callable[[int, int], float]
 
 # A call's by default, of an ordinary vocabulary.
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
@@ -26,3 +37,42 @@ def budget(scratch_bytes: int | None, least: int, logits: int, what: str, defaul
     if scratch_bytes < least:
         raise ValueError(f"scratch_bytes={scratch_bytes} cannot hold {what}: at least {least} bytes are needed")
     return scratch_bytes
+
+
+def sizes(total: int, step: int, finer: int | None = None, *, most: int | None = None) -> Iterator[int]:
+    """Cuts `total` into ever more equal parts, and yields their sizes, from the largest that is at most `most`.
+
+    Several parts are multiples of `step`; where `finer` is given, parts of one step or less are multiples of that.
+    """
+    size = min(total, most or total)
+    if size == total:
+        yield total
+        size -= 1
+    while size >= (finer or step):
+        if finer is not None and size < 2 * step:
+            size, step, finer = min(size, step), finer, None
+        size = -(-total // -(-total // (size // step * step)) // step) * step
+        yield size
+        size -= 1
+
+
+def quickest(choices: Iterable[Sizes], scratch: Cost, limit: int, time: Cost, otherwise: Sizes = (1, 1)) -> Sizes:
+    """The choice of least time, and then of fewest bytes, with `scratch(rows, columns) <= limit`.
+
+    Returns `otherwise` where no choice fits.
+    """
+    fitting = (choice for choice in choices if scratch(*choice) <= limit)
+    return min(fitting, key=lambda choice: (time(*choice), scratch(*choice)), default=otherwise)
+
+
+def halved(rows: int, columns: int, scratch: Cost, limit: int, least_columns: int = 1) -> Sizes:
+    """Rows of a block and columns of a tile, halved along their longer side until `scratch(rows, columns) <= limit`.
+
+    The limit must hold one row of `least_columns`.
+    """
+    while scratch(rows, columns) > limit:
+        if rows > 1 and (rows >= columns or columns <= least_columns or 2 * scratch(rows, least_columns) > limit):
+            rows = -(-rows // 2)
+        else:
+            columns = max(least_columns, -(-columns // 2))
+    return rows, columns

@@ -25,40 +25,6 @@ def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
     return jnp.pad(x, [(0, size - old) for old, size in zip(x.shape, sizes, strict=True)], constant_values=value)
 
 
-def equal_parts(total: int, parts: int, step: int) -> int:
-    """The size of each of `parts` equal parts of `total`: whole steps, except for a single part."""
-    return total if parts == 1 else min(total, -(-total // parts // step) * step)
-
-
-def even_parts(total: int, parts: int, step: int) -> int:
-    """Likewise, but in whole steps only if a part is larger than one."""
-    return equal_parts(total, parts, step if total > parts * step else 1)
-
-
-def even_blocks(total: int, step: int, fits: Callable[[int], bool]) -> int:
-    """The size of the fewest nearly equal parts that fit, at least 1; see `even_parts`."""
-    size = total
-    while size > 1 and not fits(size):
-        most = (size - 1) // step * step or size - 1
-        size = even_parts(total, -(-total // most), step)
-    return size
-
-
-def shrink(
-    rows: int, columns: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
-) -> tuple[int, int]:
-    """Rows of a block and columns of a tile, halved along their longer side until `scratch(rows, columns) <= limit`.
-
-    The limit must hold one row of `least_columns`.
-    """
-    while scratch(rows, columns) > limit:
-        if rows > 1 and (rows >= columns or columns <= least_columns or 2 * scratch(rows, least_columns) > limit):
-            rows = -(-rows // 2)
-        else:
-            columns = max(least_columns, -(-columns // 2))
-    return rows, columns
-
-
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """Columns in tiles of one size."""

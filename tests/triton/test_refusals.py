@@ -77,7 +77,9 @@ def test_a_plan_stays_within_its_budget(vocabulary: int, rank: int, mode: Any) -
     least = BACKEND.minimum_scratch(spec, mode)
     for budget in (least, 3 * least, max(least, 2**29)):
         for tokens in (1, 100, 9000):
-            plan = BACKEND.plan(spec, tokens, mode, budget)
-            assert 1 <= plan.rows <= tokens
-            assert 1 <= plan.columns <= vocabulary
-            assert plan.scratch_bytes <= budget
+            of_pair = max(budget, BACKEND.pairs.minimum_scratch((spec, spec)))
+            pair = BACKEND.pairs.plan((spec, spec), tokens, mode, of_pair)
+            for plan, limit in ((BACKEND.plan(spec, tokens, mode, budget), budget), (pair, of_pair)):
+                assert 1 <= plan.rows <= tokens
+                assert 1 <= plan.columns <= vocabulary
+                assert plan.scratch_bytes <= limit

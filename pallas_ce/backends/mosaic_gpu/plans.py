@@ -1,13 +1,15 @@
 """Block sizes: as much work at a time as the scratch budget holds, in full tiles."""
 
 import functools
+import itertools
 import math
+from collections.abc import Iterable
 
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, PARTIALS_BYTES, STEP, TALL, cost, rule
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
-from pallas_ce.streaming.tiles import even_blocks, even_parts
+from pallas_ce.streaming.budget import quickest, sizes
 
 # Scratch of the recompute mode at most; with more, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
@@ -31,42 +33,35 @@ _OPERATIONS_PER_BLOCK = 56 * 10**9
 _LOGITS_PER_BYTE = 44
 _OPERATIONS_PER_TILE = 14 * 10**9
 
-# How much is compared: numbers of in_forward's blocks, from the fewest; recompute's, and widths of its tiles.
-_MORE_BLOCKS, _MOST_BLOCKS, _WIDTHS = 4, 64, 24
+# How many widths of recompute's tiles are compared.
+_WIDTHS = 24
 
 
 def minimum(spec: HeadSpec, mode: Mode | None) -> int:
     """Bytes for one row at a time, or for the least tile of a block that others follow."""
+    scratch = functools.partial(_scratch, spec, mode, _BLOCK_ROWS + 1, 0)
     if mode == "recompute":
         columns = min(spec.vocab_size, COLUMN_STEP)
-        return max(_scratch(spec, mode, rows, columns) for rows in (_BLOCK_ROWS - 1, _BLOCK_ROWS))  # padded or not
-    return _scratch(spec, mode, 1, spec.vocab_size)
+        return max(scratch(rows, columns) for rows in (_BLOCK_ROWS - 1, _BLOCK_ROWS))  # padded or not
+    return scratch(1, spec.vocab_size)
 
 
 def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int) -> Plan:
     """Plans the forward and in_forward: blocks of rows of nearly equal size, each over the whole vocabulary."""
+    scratch = functools.partial(_scratch, spec, mode, tokens, spare_bytes)
+    # The time of a block beside its rows' products, in rows whose products take as long.
+    fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
 
-    def bytes_beside(rows: int, *, splits: bool = False) -> int:
-        blocks = -(-tokens // rows)
-        total = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks, splits=splits)
-        stash = spec.dtype.itemsize * math.prod(operands.stored_shape(rows, spec.vocab_size))
-        return total - stash if mode == "in_forward" and blocks > 1 and stash <= spare_bytes else total
+    def time(rows: int, columns: int) -> int:
+        return -(-tokens // rows) * (1 if mode is None else operands.round_up(rows, _FULL_ROWS) + fixed)
 
-    rows = even_blocks(tokens, _ROW_STEP, lambda rows: bytes_beside(rows) <= scratch_bytes)
-    if mode == "in_forward" and rows < tokens:
-        # The time of a block beside its rows' products, in rows whose products take as long.
-        fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
-        blocks = -(-tokens // rows)
-        blocks = min(
-            range(blocks, blocks + _MORE_BLOCKS),
-            key=lambda count: count * (operands.round_up(even_parts(tokens, count, _ROW_STEP), _FULL_ROWS) + fixed),
-        )
-        rows = even_parts(tokens, blocks, _ROW_STEP)
-    splits = bytes_beside(rows, splits=True) <= scratch_bytes
-    needed = bytes_beside(rows, splits=splits)
+    choices = itertools.product(sizes(tokens, _ROW_STEP, 1), [spec.vocab_size])
+    rows, columns = quickest(choices, scratch, scratch_bytes, time)
+    splits = scratch(rows, columns, splits=True) <= scratch_bytes
+    needed = scratch(rows, columns, splits=splits)
     if mode is None:
         needed += _partial_bytes(spec, rows) - _partial_bytes(spec, 1)
-    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), spec.vocab_size, skips_rows=True, splits=splits)
+    return Plan(rows, columns, min(needed, scratch_bytes), spec.vocab_size, skips_rows=True, splits=splits)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,30 +71,26 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
     Cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work.
     """
     del sms
-    budget, choices = min(scratch_bytes, _RECOMPUTE_BYTES), []
-    for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
-        rows = min(tokens, operands.round_up(even_parts(tokens, blocks, _ROW_STEP), _BLOCK_ROWS))
-        scratch = functools.partial(_scratch, spec, "recompute", rows, blocks=blocks)
-        # All of the vocabulary, or the largest multiples of a step within the budget.
-        most, widths = spec.vocab_size // COLUMN_STEP, [spec.vocab_size]
-        if scratch(spec.vocab_size) > budget:
-            while most and (taken := scratch(most * COLUMN_STEP)) > budget:
-                most = min(most - 1, budget * most // taken)
-            widths = [COLUMN_STEP * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
-        choices += [(_recompute_cost(spec, tokens, blocks, rows, width), blocks, rows, width) for width in widths]
-    least = 0.0, 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP)
-    _, blocks, rows, columns = min(choices, default=least)
-    taken = _scratch(spec, "recompute", rows, columns, blocks=blocks)
-    return Plan(rows, columns, taken, spec.vocab_size, skips_rows=True)
+    v, limit = spec.vocab_size, min(scratch_bytes, max(_RECOMPUTE_BYTES, minimum(spec, "recompute")))
+    scratch = functools.partial(_scratch, spec, "recompute", tokens, 0)
+
+    def widths(rows: int) -> Iterable[int]:
+        """All of the vocabulary, and multiples of a step: the largest that fit."""
+        every = (v, *range(v // COLUMN_STEP * COLUMN_STEP, 0, -COLUMN_STEP))
+        return itertools.islice((columns for columns in every if scratch(rows, columns) <= limit), _WIDTHS)
+
+    choices = ((rows, columns) for rows in sizes(tokens, _ROW_STEP, _BLOCK_ROWS) for columns in widths(rows))
+    best = quickest(choices, scratch, limit, functools.partial(_recompute_cost, spec, tokens))
+    return Plan(*best, scratch(*best), v, skips_rows=True)
 
 
-def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int) -> float:
+def _recompute_cost(spec: HeadSpec, tokens: int, rows: int, columns: int) -> float:
     """The time of recompute in logits of one product: its three products, and the memory that they move besides.
 
     Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
     the tile's weight `[columns, H]`, and its hidden states may be gathered again for each tile.
     """
-    size, tiles = spec.hidden_size, -(-spec.vocab_size // columns)
+    size, blocks, tiles = spec.hidden_size, -(-tokens // rows), -(-spec.vocab_size // columns)
     last = spec.vocab_size - (tiles - 1) * columns
 
     def products(width: int) -> float:
@@ -115,28 +106,30 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
 
 
 def _scratch(
-    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2, splits: bool = False
+    spec: HeadSpec, mode: Mode | None, tokens: int, spare: int, rows: int, columns: int, *, splits: bool = False
 ) -> int:
-    """Bytes that a call takes beside inputs, outputs and accumulators.
+    """Bytes that a call takes beside inputs, outputs and accumulators; `spare` as in `Backend.plan`.
 
     Every mode holds the operands of a low-rank term. The forward holds partial statistics of at least one row of tiles.
     In_forward holds the stash, and a block of hidden states as scaled operand and as product, in parts where it
-    `splits`. Recompute holds a tile's dlogits and, with several blocks, hidden states and a sum for the tile's weight.
-    Hidden states that are gathered once lie where their gradient will.
+    `splits`. Recompute holds a tile's dlogits and, with several blocks, hidden states and a sum for the tile's
+    weight. Hidden states that are gathered once lie where their gradient will.
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     shape = operands.stored_shape(rows, columns)
+    stash = narrow * math.prod(shape)
     term = narrow * operands.round_up(spec.rank, STEP) * (shape[0] + spec.weight_rows)
-    several, block, size = blocks > 1, rows * spec.hidden_size, spec.hidden_size
+    several, block, size = rows < tokens, rows * spec.hidden_size, spec.hidden_size
     if mode is None:
         return term + _partial_bytes(spec, 1) + narrow * block * several
     # Where it is padded, products read a copy with zeros for padding.
-    total = term + narrow * math.prod(shape) * (1 if shape == (rows, columns) else 2)
+    total = term + stash * (1 if shape == (rows, columns) else 2)
     if mode == "recompute":
         return total + (narrow * block + wide * columns * size) * several
     config = product_kernel.hidden_config(rows, size)
     parts = product_kernel.parts(config, rows, size, columns) if splits else 1
     partial = _LOSS_FIELDS * 4 * TALL.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
+    total -= stash * (several and stash <= spare)
     return total + partial + (2 * narrow + parts * wide) * block
 
 

@@ -18,9 +18,10 @@ from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.logits import Distances
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
+from pallas_ce.streaming.budget import halved, quickest, sizes
 from pallas_ce.streaming.gradient_products import TileStep
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Columns, even_blocks, shrink
+from pallas_ce.streaming.tiles import Columns
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -78,8 +79,9 @@ class TritonPairs(Pairs):
         columns, scratch = heads[0].vocab_size, functools.partial(_scratch_of_pair, heads, mode)
         if mode is not None:
             return _recompute_plan(heads[0], tokens, scratch_bytes, scratch, min(_STEP, columns))
-        rows = _blocks(tokens, lambda rows: scratch(rows, columns) <= scratch_bytes)
-        return Plan(rows, columns, scratch(rows, columns), columns, skips_rows=True)
+        choices = ((rows, columns) for rows in (*sizes(tokens, _STEP), *sizes(tokens, 1, most=_STEP)))
+        best = quickest(choices, scratch, scratch_bytes, lambda rows, _: -rows)
+        return Plan(*best, scratch(*best), columns, skips_rows=True)
 
     def logits(
         self, heads: Sequence[Head], batches: Sequence[Batch], part: Columns | None, filled: jax.Array | None
@@ -141,7 +143,7 @@ class TritonBackend(KernelBackend):
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
             if spared >= _SPARED * most:
                 most, of_row = spared, of_row - stash
-        rows = _blocks(tokens, lambda rows: rows <= most)
+        rows = next(sizes(tokens, _STEP if most >= _STEP else 1, most=most))
         unaligned = mode == "in_forward" and spec.dtype.itemsize == 2 and columns % _ALIGNED
         slower = f"XLA multiplies stored rows fast where V is a multiple of {_ALIGNED}" if unaligned else None
         return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, slower=slower, skips_rows=mode is None)
@@ -164,43 +166,24 @@ class TritonBackend(KernelBackend):
         return TritonBlock(head.on_gpu(), batch, None)
 
 
-def _blocks(tokens: int, fits: Callable[[int], bool]) -> int:
-    """Rows of the fewest blocks that fit, about equal, and at least _STEP if so large a block fits: it fills tiles."""
-    rows = even_blocks(tokens, _STEP, fits)
-    return _STEP if rows < _STEP < tokens and fits(_STEP) else rows
-
-
 def _recompute_plan(
     spec: HeadSpec, tokens: int, scratch_bytes: int, scratch: Callable[..., int], least_columns: int = 1
 ) -> Plan:
     """All rows if that leaves columns enough, in parts of nearly equal size."""
-    whole = functools.partial(scratch, tokens, several=False)
-    most = min(spec.vocab_size, _RECOMPUTE_COLUMNS)
-    fitting = min(most, _STEP * (scratch_bytes - whole(0)) // (whole(_STEP) - whole(0)))
-    fitting = min(fitting, max(_LEAST_COLUMNS, _RECOMPUTE_BYTES // (spec.dtype.itemsize * tokens)))
-    if fitting >= min(most, _LEAST_COLUMNS):
-        rows, columns = tokens, fitting
-    else:
-        rows, columns = shrink(tokens, most, scratch, scratch_bytes, least_columns)
-    if columns < spec.vocab_size:
-        columns = _of_parts(spec, rows, columns)
-    return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
+    v, rows, tile = spec.vocab_size, tokens, configs.config_for(spec, binding.capability(), "dlogits")
+    most = min(v, _RECOMPUTE_COLUMNS, max(_LEAST_COLUMNS, _RECOMPUTE_BYTES // (spec.dtype.itemsize * tokens)))
+    if scratch(tokens, min(v, _LEAST_COLUMNS), several=False) > scratch_bytes:
+        rows, most = halved(tokens, min(v, _RECOMPUTE_COLUMNS), scratch, scratch_bytes, least_columns)
+    scratch, at_once = functools.partial(scratch, several=rows < tokens), targets.multiprocessors()
 
+    def rounds(rows: int, columns: int) -> int:
+        """The multiprocessors work on a part's tiles round by round, and the last of each part may be nearly empty."""
+        tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+        return -(-v // columns) * (-(-tiles // at_once) + _ROUNDS_OF_A_PART)
 
-def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
-    """Columns of each part, at most `most`.
-
-    The multiprocessors work on a part's tiles round by round, and the last round of each may be nearly empty. So these
-    are the columns with the fewest rounds for all parts, and of several, those that make parts equal.
-    """
-    tile = configs.config_for(spec, binding.capability(), "dlogits")
-    row_blocks, at_once = -(-rows // tile.rows), targets.multiprocessors()
-
-    def cost(columns: int) -> tuple[int, int]:
-        parts = -(-spec.vocab_size // columns)
-        return parts * (-(-row_blocks * -(-columns // tile.columns) // at_once) + _ROUNDS_OF_A_PART), columns
-
-    return min(range(most // _STEP * _STEP, most // 2, -_STEP), key=cost, default=most)
+    choices = ((rows, columns) for columns in sizes(v, min(_STEP, most), most=most))
+    best = quickest(choices, scratch, scratch_bytes, rounds)
+    return Plan(*best, scratch(*best), v)
 
 
 def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, several: bool = True) -> int:

@@ -25,9 +25,8 @@ from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming import selection
-from pallas_ce.streaming.budget import budget
+from pallas_ce.streaming.budget import budget, quickest, sizes
 from pallas_ce.streaming.selection import Largest
-from pallas_ce.streaming.tiles import even_blocks
 
 # Columns of a group: 128 bytes, one memory transaction. A tile's width is a multiple.
 GROUP = 32
@@ -93,8 +92,9 @@ class StoredBlocks:
             ValueError: the budget cannot hold one row.
         """
         limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
-        rows = even_blocks(tokens, _ROW_STEP, lambda rows: self._scratch(rows) <= limit)
-        return Plan(rows, self.spec.vocab_size, self._scratch(rows), self.spec.vocab_size)
+        v, choices = self.spec.vocab_size, ((rows, 0) for rows in sizes(tokens, _ROW_STEP, 1))
+        rows, _ = quickest(choices, lambda rows, _: self._scratch(rows), limit, lambda rows, _: -(-tokens // rows))
+        return Plan(rows, v, self._scratch(rows), v)
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """From the stored logits of a block and their maxima."""
