@@ -33,8 +33,8 @@ _OPERATIONS_PER_BLOCK = 56 * 10**9
 _LOGITS_PER_BYTE = 44
 _OPERATIONS_PER_TILE = 14 * 10**9
 
-# How many widths of recompute's tiles are compared.
-_WIDTHS = 24
+# How much is compared: in_forward's blocks beyond the fewest, and widths of recompute's tiles.
+_MORE_BLOCKS, _WIDTHS = 3, 24
 
 
 def minimum(spec: HeadSpec, mode: Mode | None) -> int:
@@ -55,7 +55,9 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
     def time(rows: int, columns: int) -> int:
         return -(-tokens // rows) * (1 if mode is None else operands.round_up(rows, _FULL_ROWS) + fixed)
 
-    choices = itertools.product(sizes(tokens, _ROW_STEP, 1), [spec.vocab_size])
+    fitting = [rows for rows in sizes(tokens, _ROW_STEP, 1) if scratch(rows, spec.vocab_size) <= scratch_bytes]
+    most = -(-tokens // fitting[0]) + _MORE_BLOCKS
+    choices = ((rows, spec.vocab_size) for rows in fitting if -(-tokens // rows) <= most)
     rows, columns = quickest(choices, scratch, scratch_bytes, time)
     splits = scratch(rows, columns, splits=True) <= scratch_bytes
     needed = scratch(rows, columns, splits=splits)
