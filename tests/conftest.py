@@ -87,7 +87,9 @@ def _memory_maps() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of `make test-nightly`."""
-    parser.addoption("--cases", type=int, metavar="N", help="of what a test leaves to the night, run only N varied cases")
+    parser.addoption(
+        "--cases", type=int, metavar="N", help="of what a test leaves to the night, run only N varied cases"
+    )
     parser.addoption("--in-all", type=int, metavar="N", help="of each parametrised test, run only N varied cases")
 
 
