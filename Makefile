@@ -37,7 +37,7 @@ help:  ## list the targets
 train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a GPU, ARGS="--help" for its options)
 	@$(PY) -m experiments.train_lm $(ARGS)
 
-test: $(VENV)/.dev  ## run every quality gate (a quarter of an hour on two processors)
+test: $(VENV)/.dev  ## run every quality gate (nine minutes on two processors)
 	@$(MAKE) --no-print-directory --jobs=$(WORKERS) typecheck wheel docs lint
 	@$(MAKE) --no-print-directory --jobs=2 pytest $(BESIDE)
 
