@@ -56,13 +56,13 @@ def sizes(total: int, step: int, finer: int | None = None, *, most: int | None =
         size -= 1
 
 
-def quickest(choices: Iterable[Sizes], scratch: Cost, limit: int, time: Cost, otherwise: Sizes = (1, 1)) -> Sizes:
+def quickest(choices: Iterable[Sizes], scratch: Cost, limit: int, time: Cost, *otherwise: Sizes) -> Sizes:
     """The choice of least time, and then of fewest bytes, with `scratch(rows, columns) <= limit`.
 
-    Returns `otherwise` where no choice fits.
+    Where no choice fits it is among `otherwise`; a budget that was checked holds the least of the choices.
     """
-    fitting = (choice for choice in choices if scratch(*choice) <= limit)
-    return min(fitting, key=lambda choice: (time(*choice), scratch(*choice)), default=otherwise)
+    fitting = [choice for choice in choices if scratch(*choice) <= limit]
+    return min(fitting or otherwise, key=lambda choice: (time(*choice), scratch(*choice)))
 
 
 def halved(rows: int, columns: int, scratch: Cost, limit: int, least_columns: int = 1) -> Sizes:
