@@ -11,7 +11,7 @@ version = release = metadata.version("pallas-ce")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["generated"]  # parts of pages
-myst_enable_extensions = ["attrs_inline"]
+myst_enable_extensions = ["attrs_block", "attrs_inline"]
 myst_heading_anchors = 3
 
 default_role = "code"  # docstrings mark names as Markdown does
@@ -25,6 +25,7 @@ napoleon_use_ivar = True
 html_theme = "furo"
 html_title = f"pallas-ce {release}"
 html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 
 def link_within_the_site(app: Sphinx, page: str, source: list[str]) -> None:
