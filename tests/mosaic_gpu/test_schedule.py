@@ -1,5 +1,6 @@
 """Which tiles there are, who makes them, and in which order their statistics are joined; nothing of it by the rows."""
 
+import dataclasses
 import itertools
 import re
 from typing import Any, get_args
@@ -124,6 +125,9 @@ def test_work_is_counted_in_full_tiles_and_full_rounds() -> None:
 @pytest.mark.parametrize("kernel", ["forward", "stash"])
 def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place(kernel: str, interpreted: Any) -> None:
     p = make_problem(Case((300, 80, 584), CAPPED, HEAD))
+    # Products are exact: those of a CPU may sum in another order at another place of a tile, where a GPU's do not.
+    hidden, weight = (jnp.round(8 * x.astype(jnp.float32)).astype(x.dtype) / 8 for x in (p.hidden, p.head.weight))
+    given = dataclasses.replace(p.head, weight=weight)
     budget = 2**16  # several launches for 300 rows
 
     def run(head: Any, hidden: jax.Array) -> Any:
@@ -133,7 +137,7 @@ def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place
         partial, stored = MosaicBlock(head, Batch(hidden), None).exponentials(reference, EVERY)
         return partial(), stored[: hidden.shape[0], :584]
 
-    whole = interpreted(run)(p.head, p.hidden)
+    whole = interpreted(run)(given, hidden)
     for places in (np.array([170]), np.arange(200, 70, -1), np.array([299, 0, 170] * 50)):
-        some = interpreted(run)(p.head, p.hidden[places])
+        some = interpreted(run)(given, hidden[places])
         jax.tree.map(lambda x, y, places=places: np.testing.assert_array_equal(x[places], y), whole, some)
