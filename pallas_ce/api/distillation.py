@@ -34,9 +34,8 @@ def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Kno
         values = two_heads.row_divergences(pair, reverse_mode_only(given))
     else:
         batch, mask, hidden = flat_rows(student.leading, (given.batch, given.mask, given.inputs.hidden))
-        values = reference.divergences(
-            pair.divergence, batch.hidden, given.head, mask, hidden, given.inputs.head, batch.inverse_temperature
-        ).reshape(student.leading)
+        found = reference.divergences(pair.divergence, batch, given.head, mask, hidden, given.inputs.head)
+        values = found.reshape(student.leading)
     return student.reduced(values, given.mask)
 
 

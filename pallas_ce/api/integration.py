@@ -30,11 +30,11 @@ from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.head import NO_WEIGHT, Batch, Head, HeadSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Known, Operands
+from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.modes.how import How
 from pallas_ce.modes.how import of_pair as implementation_of_pair
 from pallas_ce.modes.how import refusal_of_logits as materialized_refusal
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
-from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.labels import as_array as label_array
@@ -42,7 +42,7 @@ from pallas_ce.statistics.labels import canonical as canonical_labels
 from pallas_ce.statistics.labels import check as check_label_values
 from pallas_ce.statistics.labels import counted as counted_labels
 from pallas_ce.statistics.labels import shifted as shifted_labels
-from pallas_ce.streaming.gradient_products import PerInput
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, PerInput
 
 
 class Steps(NamedTuple):

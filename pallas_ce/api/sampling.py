@@ -18,10 +18,9 @@ from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_
 from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.shards import RowArrays
-from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, finalise, gap
 from pallas_ce.streaming import noise
-from pallas_ce.streaming.rows import flat_rows
+from pallas_ce.streaming.rows import flat_rows, present
 from pallas_ce.streaming.selection import top_k as sorted_top_k
 from pallas_ce.streaming.tiles import Tile, Tiles
 

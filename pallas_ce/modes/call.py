@@ -17,7 +17,7 @@ from pallas_ce.statistics.logits import product
 from pallas_ce.statistics.row import only, struct
 from pallas_ce.streaming.gradient_products import BY_COLUMN, NO_ARRAYS, Arrays, PerInput, scale_gradient
 from pallas_ce.streaming.loops import vary_like
-from pallas_ce.streaming.rows import RowBlock, present
+from pallas_ce.streaming.rows import RowBlock, present, zeroed
 
 Statistics = dict[str, jax.Array]
 
@@ -161,7 +161,7 @@ def gradient_of(
 ) -> tuple[Gradient, Batch]:
     """What kernels are given of the statistics' cotangents, 0 in rows not in `mask`, and the rows as `of_batch` has."""
     coefficients, batch = coef.of_batch(cotangents, statistics, batch)
-    coefficients, factor = coef.normalise(coef.select(coefficients, mask), head.largest_logit_weight)
+    coefficients, factor = coef.normalise(zeroed(mask, coefficients), head.largest_logit_weight)
     coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
     reference = statistics["max_logit"] if coefficients.prob is not None else None
     argmax = shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None

@@ -35,7 +35,7 @@ from pallas_ce.streaming.gradient_products import (
     WeightGradient,
     needed_products,
 )
-from pallas_ce.streaming.rows import RowBlock, Rows, present
+from pallas_ce.streaming.rows import RowBlock, Rows, present, zeroed
 from pallas_ce.streaming.tiles import Tile, Tiles, pad
 
 # The forward's statistics that the backward reads; the head if it is gathered, once for both passes.
@@ -89,7 +89,7 @@ def _gradients(
     plan, needs = how.block_sizes(head.spec, tokens, "recompute"), needed_products(needs_grad, head.spec.rank)
 
     def products(block: RowBlock) -> TileStep:
-        coefficients = coef.select(jax.tree.map(block.take, of_all.coefficients), block.valid)
+        coefficients = zeroed(block.valid, jax.tree.map(block.take, of_all.coefficients))
         of_block, reference, argmax = jax.tree.map(block.take, (batch, of_all.reference, of_all.argmax))
         gradient = Gradient(coefficients, reference, argmax, needs, of_all.factor)
         return backend.recompute(head, of_block, gradient, plan, block)

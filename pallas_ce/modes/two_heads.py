@@ -24,8 +24,7 @@ from pallas_ce.parallel.shards import Local, RowArrays, Shards, psum
 from pallas_ce.statistics import divergences as pairs
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
-from pallas_ce.statistics.logits import Distances, present
-from pallas_ce.statistics.row import spread
+from pallas_ce.statistics.logits import Distances
 from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.gradient_products import (
     NO_ARRAYS,
@@ -36,7 +35,7 @@ from pallas_ce.streaming.gradient_products import (
     needed_products,
     put_in_sums,
 )
-from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.rows import RowBlock, present, spread
 from pallas_ce.streaming.tiles import Columns, Tile, Tiles
 
 

@@ -18,7 +18,7 @@ from pallas_ce.head import Batch
 from pallas_ce.parallel.entry import program, replicated
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.labels import NO_TARGET, canonical
-from pallas_ce.statistics.logits import present
+from pallas_ce.streaming.rows import present, zeroed
 
 
 class ClassSample(NamedTuple):
@@ -173,7 +173,7 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
     batch, head, mask = problem.flat_rows_that_count()
     mask = present(mask)
     # Rows that do not count must not reach the gradients: neither a nan nor its product with a gradient of 0.
-    hidden, targets = jnp.where(mask[:, None], batch.hidden, 0), jnp.where(mask, present(batch.labels), 0)
+    hidden, targets = zeroed(mask, (batch.hidden, present(batch.labels)))
     drawn = _drawn(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
     # An id that is drawn twice keeps the first place, so that the second does not find itself there.
@@ -229,8 +229,7 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
     products = product(hidden, own.weight, axis)
     if own.up is not None:
         products = products + product(present(head.with_low(Batch(hidden)).low), own.up, 0)
-    own_bias = None if own.bias is None else jnp.where(mask, own.bias, 0)
-    target = head.cap(jnp.where(mask, products, 0), own_bias)
+    target = head.cap(*zeroed(mask, (products, own.bias)))
     # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.
     drawn_by_accident = places != NO_TARGET
     lse, target_in_sum = present(found.lse), present(found.target_logit)

@@ -27,11 +27,10 @@ from jax.flatten_util import ravel_pytree
 
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.labels import NO_TARGET
-from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, merge
 from pallas_ce.statistics.table import as_large
 from pallas_ce.streaming.gradient_products import BY_COLUMN, NO_ARRAYS, Arrays, PerInput
-from pallas_ce.streaming.rows import spread
+from pallas_ce.streaming.rows import present, spread
 
 Axes = tuple[str, ...]
 NO_AXES: PerInput[Axes] = NO_ARRAYS.map(lambda _: ())

@@ -29,9 +29,10 @@ from jax import lax
 from pallas_ce.head import Batch
 from pallas_ce.statistics.labels import NO_TARGET, repeated
 from pallas_ce.statistics.logits import places_in_tile, present, reference_of
-from pallas_ce.statistics.row import primitive_names, spread
+from pallas_ce.statistics.row import primitive_names
 from pallas_ce.statistics.table import PRIMITIVES, Values
 from pallas_ce.statistics.table import Coefficients as Coefficients
+from pallas_ce.streaming.rows import spread, zeroed
 
 
 def saved_statistics(names: frozenset[str]) -> frozenset[str]:
@@ -57,7 +58,7 @@ def from_cotangents(
     if coefficients.prob is None:
         return coefficients
     # A row of -inf only has no distribution to change: gradient 0.
-    return select(coefficients, ~jnp.isneginf(statistics["max_logit"]))
+    return zeroed(~jnp.isneginf(statistics["max_logit"]), coefficients)
 
 
 def of_batch(cotangents: Values, statistics: Values, batch: Batch) -> tuple[Coefficients, Batch]:
@@ -105,13 +106,6 @@ def each_once(values: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arra
         totals, step = totals + jnp.pad(further, ((0, 0), (0, step))), 2 * step
     counts, back = ~repeated(ids) & (ids != NO_TARGET), jnp.argsort(order, axis=1)
     return pick(jnp.where(counts, totals, 0), back), pick(jnp.where(counts, ids, NO_TARGET), back)
-
-
-def select(coefficients: Coefficients, valid: jax.Array | None) -> Coefficients:
-    """Exactly 0 in the rows where `valid [n]` is False (None: all are): selected, because 0·nan is not 0."""
-    if valid is None:
-        return coefficients
-    return jax.tree.map(lambda c: jnp.where(spread(valid, c), c, 0.0), coefficients)
 
 
 # Exponents are read and written as bits: `jnp.frexp` and `jnp.ldexp` of JAX 0.12.0 do not tell over which mesh axes

@@ -74,7 +74,8 @@ def statistics(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tupl
     `arrays` are "rows", "ids" `[n]` int32, the targets, and for the mean "u" `[V']`, which is 0 for padding.
     """
     how, operands = _call(kernels, arrays)
-    found = integration.materialized_row_statistics(how, frozenset(names), operands)
+    find = integration.forward_statistics(how, frozenset(names), operands.head)
+    found = find(operands.rows, operands.head, integration.NO_ARRAYS)[0]
     return tuple(found[name] for name in names)
 
 

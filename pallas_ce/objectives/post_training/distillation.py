@@ -11,6 +11,7 @@ from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
 from pallas_ce.objectives.post_training.sequences import Aggregation
 from pallas_ce.statistics.divergences import Name, not_negative, over_mixture
+from pallas_ce.streaming.rows import zeroed
 
 
 def top_k_distillation_loss(
@@ -77,8 +78,8 @@ def top_k_distillation_loss(
     teacher = sequences.constants("teacher_log_probs", teacher_log_probs, log_probs.shape)
     # Places that take no part have probability 0 on both sides, which is selected and never computed.
     present = mask[..., None] & ~jnp.isneginf(teacher)
-    student, there = _distribution(sequences.keep(present, log_probs), present, tail)
-    teacher, _ = _distribution(sequences.keep(present, teacher), present, tail)
+    student, there = _distribution(zeroed(present, log_probs), present, tail)
+    teacher, _ = _distribution(zeroed(present, teacher), present, tail)
     if divergence == "forward_kl":
         values = _kl(teacher, student, there)
     elif divergence == "reverse_kl":
@@ -86,7 +87,7 @@ def top_k_distillation_loss(
     else:
         of_student, of_teacher = over_mixture(beta, student, teacher)
         terms = beta * jnp.exp(teacher) * of_teacher + (1 - beta) * jnp.exp(student) * of_student
-        values = jnp.sum(sequences.keep(there, terms), axis=-1)
+        values = jnp.sum(zeroed(there, terms), axis=-1)
     return sequences.aggregate(not_negative(values), mask, aggregation, length, normalizer)
 
 

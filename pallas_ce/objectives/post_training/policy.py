@@ -11,6 +11,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
 from pallas_ce.objectives.post_training.sequences import Aggregation
+from pallas_ce.streaming.rows import zeroed
 
 Level = Literal["token", "sequence", "sequence_token"]
 Objective = Literal["clip", "cispo", "sapo"]
@@ -159,9 +160,9 @@ def policy_loss(
     others = {name: sequences.constants(name, x, shape) for name, x in given.items() if x is not None}
     for x in (log_probs, *others.values()):
         mask = mask & ~jnp.isneginf(x)
-    log_probs, others = sequences.keep(mask, log_probs), {name: sequences.keep(mask, x) for name, x in others.items()}
+    log_probs, others = zeroed(mask, (log_probs, others))
     advantages = sequences.constants("advantages", advantages, shape, shape[:-1])
-    advantages = sequences.keep(mask, advantages if advantages.shape == shape else advantages[..., None])
+    advantages = zeroed(mask, advantages if advantages.shape == shape else advantages[..., None])
     clip_high = clip_low if clip_high is None else clip_high
     arguments.choice("objective", objective, get_args(Objective))
     arguments.choice("kl_estimator", kl_estimator, get_args(Estimator))

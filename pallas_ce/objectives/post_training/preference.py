@@ -9,6 +9,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows, safe_inverse
+from pallas_ce.streaming.rows import zeroed
 
 
 class PreferenceMetrics(NamedTuple):
@@ -116,7 +117,7 @@ def dpo_loss(
     chosen = sequences.floats("chosen", chosen)
     shape = chosen.shape
     mask = sequences.token_mask(mask, shape)
-    chosen, rejected = sequences.keep(mask, chosen), sequences.floats("rejected", rejected, shape, mask=mask)
+    chosen, rejected = zeroed(mask, chosen), sequences.floats("rejected", rejected, shape, mask=mask)
     ref_chosen = sequences.constants("ref_chosen", ref_chosen, shape, mask=mask)
     ref_rejected = sequences.constants("ref_rejected", ref_rejected, shape, mask=mask)
     chosen_gain, rejected_gain = sequences.difference(chosen, ref_chosen), sequences.difference(rejected, ref_rejected)

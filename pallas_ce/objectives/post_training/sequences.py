@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.head import common_dtype
 from pallas_ce.statistics.cross_entropy import reduce_rows, safe_inverse
+from pallas_ce.streaming.rows import zeroed
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length", "none"]
 
@@ -19,7 +20,7 @@ def tokens(log_probs: Any, mask: Any | None, entries: str = "[..., T]") -> tuple
     if x.ndim < axes:
         raise ValueError(f"log_probs has shape {x.shape}; it must be {entries}")
     counts = token_mask(mask, x.shape[: x.ndim - axes + 1])
-    return keep(counts, x), counts
+    return zeroed(counts, x), counts
 
 
 def floats(name: str, value: Any, *shapes: tuple[int, ...], mask: jax.Array | None = None) -> jax.Array:
@@ -27,8 +28,8 @@ def floats(name: str, value: Any, *shapes: tuple[int, ...], mask: jax.Array | No
     x = arguments.floating(name, value)
     if shapes and x.shape not in shapes:
         raise ValueError(f"{name} has shape {x.shape}; it must be {' or '.join(map(str, shapes))}")
-    x = x.astype(common_dtype(x.dtype, jnp.float32))
-    return x if mask is None else keep(mask, x)
+    # First of all 0: a value that is not finite has a nan derivative.
+    return zeroed(mask, x.astype(common_dtype(x.dtype, jnp.float32)))
 
 
 def constants(name: str, value: Any, *shapes: tuple[int, ...], mask: jax.Array | None = None) -> jax.Array:
@@ -42,15 +43,10 @@ def token_mask(mask: Any | None, shape: tuple[int, ...]) -> jax.Array:
     return jnp.ones(shape, bool) if given is None else given
 
 
-def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """`x [*mask.shape, ...]`, 0 where masked: first of all, since a value that is not finite has a nan derivative."""
-    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
-
-
 def difference(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a - b`, and 0 with gradient 0 where both are the same infinity, as of tokens that neither policy allows."""
     same = (a == b) & jnp.isinf(a)
-    return keep(~same, a) - keep(~same, b)
+    return zeroed(~same, a) - zeroed(~same, b)
 
 
 def means[Values](values: Values, mask: jax.Array) -> Values:
@@ -77,7 +73,7 @@ def aggregate(
         )
     if normalizer is not None and how == "none":
         raise ValueError("normalizer is given with aggregation='none', which divides by nothing")
-    values, tokens, normalizer = keep(mask, values), jnp.sum(mask, axis=-1), arguments.normalizer(normalizer)
+    values, tokens, normalizer = zeroed(mask, values), jnp.sum(mask, axis=-1), arguments.normalizer(normalizer)
     if how == "none":
         return values
     if how == "token_mean":
