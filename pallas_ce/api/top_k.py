@@ -72,8 +72,6 @@ class _Tiled(Streams):
     """A tile at a time, joined with the best of the tiles before it; each has at least k columns."""
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
-        """The k largest logits of a block's rows, before temperature, and the `Partial` after it."""
-
         def best_of_tile(logits: jax.Array, tile: Tile) -> Largest:
             valid = logits if tile.valid is None else jnp.where(tile.valid[None, :], logits, -jnp.inf)
             best = top_k(valid, self.least_columns)

@@ -35,7 +35,6 @@ def forward_statistics(how: How, names: frozenset[str], head: Head, *, before_gr
 
 
 def _local_statistics(before_gradient: bool, names: frozenset[str], how: How, local: Local) -> tuple[Statistics, None]:
-    """The statistics of the rows that came in on one device."""
     shards, rows, head, _ = local
     hidden, backend = rows.batch.hidden, how.backend
     tokens, whole = hidden.shape[0], how.block_sizes(head.spec, hidden.shape[0], None)

@@ -13,7 +13,7 @@ from pallas_ce.backends import select
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend, Backward, Mode, Plan
 from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
 from pallas_ce.parallel.partitioning import known_device
-from pallas_ce.parallel.shards import Local, Shards
+from pallas_ce.parallel.shards import Local, Shards, psum
 from pallas_ce.streaming.budget import MOST_SCRATCH_BYTES, budget, default_bytes
 from pallas_ce.streaming.gradient_products import PerInput, needed_products
 
@@ -76,8 +76,8 @@ class How:
         return rows if self.shards is None else self.shards.total(rows)
 
     def divisor(self, rows: jax.Array) -> jax.Array:
-        """The same sum where it divides each row's share of a total."""
-        return rows if self.shards is None else self.shards.divisor(rows)
+        """The same sum where it divides each row's share of a total: the devices' shares of its derivative add up."""
+        return rows if self.shards is None else psum(rows, self.shards.common)
 
     def block_sizes(self, spec: HeadSpec, tokens: int, mode: Mode | None, weight_sum: WeightSum = _NO_SUM) -> Plan:
         """Block sizes of a pass.

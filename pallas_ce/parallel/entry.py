@@ -220,7 +220,6 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
             return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))(*leaves)
 
         def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
-            del result
             specs = [spec_of(mesh, operand.sharding, operand.ndim) for operand in given[:count]]
             given_specs = jax.tree.unflatten(structure, specs)
             axes, shards = split(mesh, given_specs, rows, parted)
@@ -296,15 +295,13 @@ def _replicated(x: jax.Array) -> jax.Array:
     call = custom_partitioning(lambda x: x)
 
     def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
-        del given, result
         place = NamedSharding(mesh, PartitionSpec())
         return mesh, lambda x: x, place, (place,)
 
     here, there = (ArrayMapping(*(f"{side}{axis}" for axis in range(x.ndim))) for side in ("in", "out"))
     rule = SdyShardingRule((here,), (there,))
     call.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
-    found: jax.Array = call(x)
-    return found
+    return call(x)
 
 
 _replicated.def_vmap(lambda size, batched, x: (_replicated(x), batched[0]))

@@ -26,6 +26,17 @@ def chosen_by_device(predicate: jax.Array) -> jax.Array:
     return predicate
 
 
+def apart[T](arrays: T) -> T:
+    """The arrays, each with memory of its own for a kernel's operands, or for its results.
+
+    XLA lets a kernel read a slice, ours or a user's, and write into one, in place (`dynamic_slice_fusion`). Slices
+    begin anywhere, where Mosaic and cuBLAS want multiples. And a result that takes an operand's memory would be lost:
+    the kernel writes over the operand, and XLA reads the slice. Behind a barrier XLA copies slices, but not whole
+    arrays. Each array has a barrier of its own: of one around all results of a kernel XLA warns.
+    """
+    return jax.tree.map(lax.optimization_barrier, arrays)
+
+
 def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """`lax.fori_loop`, whose carry varies from the start over the mesh axes that the body makes it vary over."""
     while jax.sharding.get_abstract_mesh().manual_axes:

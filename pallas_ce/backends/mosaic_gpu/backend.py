@@ -11,7 +11,6 @@ from jax import lax
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
-from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.kernel_backend import KernelBackend, KernelBlock
 from pallas_ce.backends.mosaic_gpu import plans, schedule
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
@@ -25,6 +24,7 @@ from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial, add, fields_of
 from pallas_ce.streaming.gradient_products import WeightGradient
+from pallas_ce.streaming.loops import apart
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Columns
 

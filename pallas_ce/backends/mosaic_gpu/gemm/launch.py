@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
-from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Product
+from pallas_ce.streaming.loops import apart
 from pallas_ce.streaming.tiles import pad
 
 _NUMBERS = "numbers"

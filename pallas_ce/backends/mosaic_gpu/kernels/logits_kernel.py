@@ -86,11 +86,7 @@ class StoredBlocks:
     scratch_bytes: int | None
 
     def block_sizes(self, tokens: int) -> Plan:
-        """Blocks of nearly equal size, in full tiles, as large as the budget allows.
-
-        Raises:
-            ValueError: the budget cannot hold one row.
-        """
+        """Blocks of nearly equal size, in full tiles, as large as the budget allows."""
         limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
         v, choices = self.spec.vocab_size, ((rows, 0) for rows in sizes(tokens, _ROW_STEP, 1))
         rows, _ = quickest(choices, lambda rows, _: self._scratch(rows), limit, lambda rows, _: -(-tokens // rows))

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu import schedule
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, STEP, Kernel, Product
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import present
+from pallas_ce.streaming.loops import apart
 from pallas_ce.streaming.tiles import pad
 
 ROW_MULTIPLE = 8
