@@ -225,7 +225,7 @@ WORK: dict[Task, Work] = {
 }
 
 
-def of_pair(implementation: str | None) -> str | None:
+def implementation_of_pair(implementation: str | None) -> str | None:
     """The implementation of two heads where one head is given that: None where it serves no two."""
     return implementation if implementation in WORK["pair"].serving else None
 
