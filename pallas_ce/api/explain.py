@@ -17,7 +17,7 @@ from pallas_ce.api.specs import LowRank, WeightLike
 from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
 from pallas_ce.parallel.partitioning import known_device, share
 from pallas_ce.statistics.cross_entropy import Reduction
-from pallas_ce.streaming.gradient_products import INPUTS, NO_GRADIENT, PerInput, needed_products
+from pallas_ce.streaming.gradient_products import INPUTS, NO_GRADIENT, PerInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerIn
     part = share(*arrays, problem.spec)
     how = problem.decided(arrays=arrays[:2], padded_share=part.spec if part.padded else None).how
     spec, tokens, wide = part.spec, part.tokens, part.spec.accumulator.itemsize
-    differentiated, needed = any(needs_grad), needed_products(needs_grad, spec.rank)
+    differentiated, needed = any(needs_grad), spec.needed_products(needs_grad)
     mode = how.mode if differentiated else None
     logits = tokens * spec.vocab_size * wide
     parts = {"hidden": part.hidden, "weight": part.weight}

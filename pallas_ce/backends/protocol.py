@@ -51,7 +51,7 @@ class Gradient(NamedTuple):
     coefficients: Coefficients  # `[n]` each, normalised and `measured_from_largest`; 0 in rows that are not valid
     reference: jax.Array | None = None  # `[n]`, each row's largest logit, which others are measured from, if needed
     argmax: jax.Array | None = None  # `[n]`, if needed
-    needs: PerInput[bool] = NO_GRADIENT  # which products, see `needed_products`
+    needs: PerInput[bool] = NO_GRADIENT  # which products, see `HeadSpec.needed_products`
     factor: jax.Array | float = 1.0  # `[]`, what undoes the normalisation
     weight_sum: WeightGradient | None = None  # in_forward's, where the weight's share goes, if it is needed
     hidden_dtype: np.dtype | None = None  # hidden's share of in_forward may be rounded to it; None: the accumulator's

@@ -15,7 +15,7 @@ from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
 from pallas_ce.parallel.partitioning import known_device
 from pallas_ce.parallel.shards import Local, Shards, psum
 from pallas_ce.streaming.budget import MOST_SCRATCH_BYTES, budget, default_bytes
-from pallas_ce.streaming.gradient_products import PerInput, needed_products
+from pallas_ce.streaming.gradient_products import PerInput
 
 # Below this many rows a block, in_forward's products run far below the machine's rate and recompute is faster.
 _USEFUL_ROWS = 64
@@ -116,7 +116,7 @@ class How:
         plan: Plan,
     ) -> int:
         """Bytes of the sums that live beside the gradients; recompute finishes the weight's tile by tile."""
-        wide, size, needed = spec.accumulator.itemsize, spec.hidden_size, needed_products(needs_grad, spec.rank)
+        wide, size, needed = spec.accumulator.itemsize, spec.hidden_size, spec.needed_products(needs_grad)
         of_weight = weight_sum.bytes * (plan.rows < tokens) if weight_sum.bytes else spec.weight_rows * size * wide
         numbers = spec.weight_rows * (needed.bias + needed.vocab_scale + spec.rank * needed.up)
         numbers += spec.rank * (tokens * needed.down + size * needs_grad.down)

@@ -35,7 +35,7 @@ from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import NO_AXES, Local, Shards, psum
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.row import finalise, only
-from pallas_ce.streaming.gradient_products import BY_ROW, NO_ARRAYS, Arrays, PerInput, WeightGradient, needed_products
+from pallas_ce.streaming.gradient_products import BY_ROW, NO_ARRAYS, Arrays, PerInput, WeightGradient
 from pallas_ce.streaming.rows import RowBlock, Rows
 
 # The sums that the gradients come from, with arrays in place of None; and for stored logits what undoes the
@@ -103,7 +103,7 @@ def _statistics_and_sums(
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     shards, rows, head, given = local
     spec, backend, tokens = head.spec, how.backend, rows.batch.hidden.shape[0]
-    wide, in_place, needs = spec.accumulator, local.adds_in_place, needed_products(needs_grad, spec.rank)
+    wide, in_place, needs = spec.accumulator, local.adds_in_place, spec.needed_products(needs_grad)
     weight_sum = how.weight_sum(spec, weight_dtype, needs_grad, given=in_place)
     plan = how.block_sizes(spec, tokens, "in_forward", weight_sum)
     alone = plan.rows >= tokens

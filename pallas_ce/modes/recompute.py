@@ -33,7 +33,6 @@ from pallas_ce.streaming.gradient_products import (
     PerInput,
     TileStep,
     WeightGradient,
-    needed_products,
 )
 from pallas_ce.streaming.rows import RowBlock, Rows, present, zeroed
 from pallas_ce.streaming.tiles import Tile, Tiles, pad
@@ -86,7 +85,7 @@ def _gradients(
     kept, cotangents = rows.more
     of_all, batch = gradient_of(cotangents, kept, shards, rows.batch, head, rows.mask)
     backend, tokens = how.backend, rows.batch.hidden.shape[0]
-    plan, needs = how.block_sizes(head.spec, tokens, "recompute"), needed_products(needs_grad, head.spec.rank)
+    plan, needs = how.block_sizes(head.spec, tokens, "recompute"), head.spec.needed_products(needs_grad)
 
     def products(block: RowBlock) -> TileStep:
         coefficients = zeroed(block.valid, jax.tree.map(block.take, of_all.coefficients))
@@ -122,7 +121,7 @@ def gradient_sums(
     # of a tile, all of it is scattered at the end.
     scattered = bool(shards.gathered_width) and not shards.gathered_vocabulary
     directly = only is not None and not scattered
-    in_place, needs = local.adds_in_place, needed_products(needs_grad, spec.rank)
+    in_place, needs = local.adds_in_place, spec.needed_products(needs_grad)
     shapes = (plan.columns, spec.hidden_size), (spec.weight_rows, spec.hidden_size // axis_size(shards.gathered_width))
     tile_shape, own_shape = shapes if spec.vocab_axis == 0 else (shape[::-1] for shape in shapes)
 

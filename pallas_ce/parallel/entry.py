@@ -25,15 +25,7 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ce.head import Head
-from pallas_ce.parallel.partitioning import (
-    Names,
-    apart_over_width,
-    known_device,
-    row_names,
-    spec_of,
-    split,
-    weight_names,
-)
+from pallas_ce.parallel.partitioning import apart_over_width, known_device, row_names, spec_of, split, weight_names
 from pallas_ce.parallel.reverse_mode import FORWARD_MODE, REFUSAL
 from pallas_ce.parallel.shards import Axes, Local, RowArrays, Shards, without
 from pallas_ce.streaming.gradient_products import BY_COLUMN
@@ -231,7 +223,7 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
 
             apart = apart_over_width(mesh, given_specs, rows, parted, axes)
 
-            def place(dims: Names, axes: dict[str, Axes]) -> NamedSharding:
+            def place(dims: tuple[str, ...], axes: dict[str, Axes]) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
 
             def local(*operands: jax.Array) -> list[jax.Array]:
@@ -261,7 +253,7 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
     return entered
 
 
-def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list[Names]:
+def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list[tuple[str, ...]]:
     """The dimensions of the leaves of `parts`: arrays by row, the head's and sums for it, then what all rows share.
 
     A dimension that stays whole gets a name of its own, since equal names would mean equal sizes. The vocabulary of a
@@ -271,7 +263,7 @@ def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list
     found = []
     for place, part in enumerate(parts):
         for path, x in jax.tree.leaves_with_path(part):
-            names: Names = ()
+            names: tuple[str, ...] = ()
             if place == 0:
                 names = row_names(rows)
             elif head is not None and (place <= 2 or isinstance(part, Head)):
