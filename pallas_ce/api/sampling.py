@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.random import threefry_2x32
 
 from pallas_ce.api.checks import ArrayLike, count, share
@@ -160,7 +159,7 @@ def _block(how: How, plan: Plan, rows: RowArrays, head: Head) -> Samples:
 @program(static=1)
 def _linear_sample(streams: Streams | None, problem: Problem, key: Any, limits: _Limits, best: TopK | None) -> Samples:
     """Samples among the `best` of each row or, by the block sizes of `streams`, among all columns."""
-    (batch, head, mask), wide = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
+    (batch, head, mask), wide = jax.lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
     by_row = jax.tree.map(lambda x: jnp.broadcast_to(x.astype(wide), problem.leading).reshape(-1), limits)
     more = row_keys(key, problem.tokens), by_row
 

@@ -5,7 +5,6 @@ from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, count
 from pallas_ce.api.head_options import HeadOptions, computed_by
@@ -46,7 +45,7 @@ def _finder(how: How, spec: HeadSpec, k: int) -> TopKFinder:
 
 @program(static=1)
 def _linear_top_k(k: int, problem: Problem) -> TopK:
-    (batch, head, mask), spec = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec
+    (batch, head, mask), spec = jax.lax.stop_gradient(problem.flat_rows_that_count()), problem.spec
 
     def empty(rows: int) -> TopK:
         zeros = jnp.zeros((rows, k), spec.accumulator)

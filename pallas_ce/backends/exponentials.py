@@ -35,7 +35,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
@@ -256,7 +255,7 @@ def _reference(head: Head, batch: Batch, bounds: Range) -> jax.Array:
         return entries.existing(head, batch, one_each) + bounds.above_target
     stride = max(1, spec.vocab_size // _SAMPLE)
     stop = min(spec.vocab_size, stride * _SAMPLE)
-    logits = head.columns(lambda x, axis: lax.slice_in_dim(x, 0, stop, stride, axis)).logits(batch)
+    logits = head.columns(lambda x, axis: jax.lax.slice_in_dim(x, 0, stop, stride, axis)).logits(batch)
     if head.valid_columns is not None:
         logits = jnp.where(jnp.arange(0, stop, stride) < head.valid_columns, logits, -jnp.inf)
     # One reduction: measured from a logit of the sample, whatever it is, rather than from the largest. A sample that

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import numpy as np
-from jax import lax
 
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
@@ -185,7 +184,7 @@ class Backend(Protocol):
 
     def empty_sum(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """What in_forward's sum for the weight begins as, over several blocks: anything, if the first replaces it."""
-        return lax.empty(shape, dtype)
+        return jax.lax.empty(shape, dtype)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import NO_WEIGHT, Head
@@ -65,4 +64,4 @@ def _local_statistics(before_gradient: bool, names: frozenset[str], how: How, lo
     if parts.skips_rows:  # a loop in a branch would make XLA ask the host anyway
         few = chosen_by_device(few)
     every, counted = functools.partial(visit, None, whole), functools.partial(visit, rows.mask, parts)
-    return shards.own_rows(lax.cond(few, every, counted)), None
+    return shards.own_rows(jax.lax.cond(few, every, counted)), None

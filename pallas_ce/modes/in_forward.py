@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import materialized
@@ -139,8 +138,8 @@ def _statistics_and_sums(
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
     # Where every row counts each is written once, and nothing need be there before; nor where a first block, which is
     # visited, replaces all of the weight's sum.
-    by_row = lax.empty if rows.mask is None else jnp.zeros
-    replaced = lax.empty if alone or bits_shape is not None else backend.empty_sum
+    by_row = jax.lax.empty if rows.mask is None else jnp.zeros
+    replaced = jax.lax.empty if alone or bits_shape is not None else backend.empty_sum
     of_weight = replaced if blocks.all_visited and plan.vocab_size == spec.weight_rows else jnp.zeros
     empty = empty_statistics(call.names, rows.batch, head)
     init = NO_ARRAYS._replace(
@@ -149,7 +148,7 @@ def _statistics_and_sums(
         down=by_row((tokens, spec.rank), wide) if needs_grad.down else None,
     )
     init = head.with_column_sums(init, needs, spec.weight_rows)
-    bits = None if bits_shape is None else lax.empty(bits_shape, sum_dtype)
+    bits = None if bits_shape is None else jax.lax.empty(bits_shape, sum_dtype)
     found, sums, _ = blocks.for_each(body, (empty, init, bits))
     sums = head.without_padding(plan.vocab_size, sums, weight=not in_place)
     hidden_sum, of_head = sum_over_devices(local, needs_grad, sums, (kept_hidden, kept))

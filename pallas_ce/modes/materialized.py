@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Head
@@ -131,7 +129,7 @@ def statistics_and_gradient(
         found, buffer = carry
         part = stored.of(block, buffer)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
-        statistics = lax.optimization_barrier(part.statistics(names))
+        statistics = jax.lax.optimization_barrier(part.statistics(names))
         cotangents = call.row_cotangents(statistics, block, (part.rows.more, shared_inputs))
         coefficients = zeroed(part.rows.mask, coef.from_cotangents(cotangents, statistics))
         if "factor" in found:
@@ -141,6 +139,6 @@ def statistics_and_gradient(
         return block.put_each(found, statistics), block.put(buffer, dlogits)
 
     found = empty_statistics(call.names, rows.batch, head)
-    if head.spec.dtype == np.float16:  # dlogits, whose entries are p/N, could underflow before the upstream scalar
+    if head.spec.dtype == jnp.float16:  # dlogits, whose entries are p/N, could underflow before the upstream scalar
         found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
     return stored.blocks().for_each(body, (found, rows.batch.hidden)), NO_ARRAYS

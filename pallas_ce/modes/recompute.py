@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.head import NO_WEIGHT, Head
@@ -150,13 +149,13 @@ def gradient_sums(
                 if scattered:
                     share, total = (scale * share).astype(weight_dtype), total._replace(scale=None)
                     # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient.
-                    share = lax.optimization_barrier(shards.scatter_weight(share, spec.vocab_axis))
+                    share = jax.lax.optimization_barrier(shards.scatter_weight(share, spec.vocab_axis))
                 found = found._replace(weight=total.with_share(share, spec.vocab_axis))
 
         return found.of(BY_COLUMN, lambda x, total: tile.put(total, x), carry)
 
     # Tiles overwrite their slices of a new array; the rest is padding, which zeros fill.
-    blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
+    blank = jax.lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
     of_weight = given.weight if in_place else blank(own_shape if scattered else head.weight.shape, weight_dtype)
     init = NO_ARRAYS._replace(weight=of_weight if needs.weight else None)
     init = head.with_column_sums(head.with_row_sums(init, rows.batch, needs), needs, spec.weight_rows)

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
@@ -162,7 +161,7 @@ def _losses(emissions: jax.Array, tags: jax.Array, transitions: jax.Array, live:
     emissions = jnp.where(live[..., None], emissions - own[..., None], 0.0)
     first, of_first = _without_largest(emissions[:, 0])
     by_position = (jnp.moveaxis(emissions, 1, 0)[1:], live.T[1:], moves.T, between)
-    alpha, of_others = lax.scan(step, vary_like(first, (transitions, live)), by_position)
+    alpha, of_others = jax.lax.scan(step, vary_like(first, (transitions, live)), by_position)
     loss = of_first + jnp.sum(of_others, axis=0) + _log_sum_exp(alpha)
     return jnp.where(may_emit & may_move | jnp.isnan(loss), loss, jnp.inf)
 
@@ -175,7 +174,7 @@ def _possible(scores: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def _without_largest(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`alpha [B, K]` less each row's largest entry, a constant, and that entry; where it is not finite, 0 for it."""
-    largest = lax.stop_gradient(jnp.max(alpha, axis=1))
+    largest = jax.lax.stop_gradient(jnp.max(alpha, axis=1))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     return alpha - largest[:, None], largest
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend import core as jex
@@ -97,7 +96,7 @@ def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head:
         local = Local(shards, rows._replace(batch=head.with_low(rows.batch)), head, sums)
         cuda, *others = (functools.partial(operation, variant) for variant in how.variants(local))
         if others:  # both are traced and must return the same types; only one is lowered
-            by_row, of_head = lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])
+            by_row, of_head = jax.lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])
         else:
             by_row, of_head = cuda(local, *shared)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
@@ -169,11 +168,11 @@ def over_rows(operation: Operation) -> Operation:
                 chosen = [next(example) if b else x for x, b in zip(leaves, flags, strict=True)]
                 return batched(*jax.tree.unflatten(structure, chosen))
 
-            out = lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])
+            out = jax.lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])
         else:
             # The batch is one more leading dimension of every array by row.
             folded = jax.tree.map(
-                lambda x, b: x if b else lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1))),
+                lambda x, b: x if b else jax.lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1))),
                 arguments[0],
                 is_batched[0],
             )

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.head import Batch
 from pallas_ce.statistics.labels import NO_TARGET, repeated
@@ -118,14 +117,14 @@ def exponent_above(x: jax.Array) -> jax.Array:
     facts = np.finfo(x.dtype)
     x = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0), initial=0.0)
     x = jnp.where(x == 0, jnp.ones((), x.dtype), x)
-    return (lax.bitcast_convert_type(x, _integers(facts)) >> facts.nmant).astype(jnp.int32) - (facts.maxexp - 2)
+    return (jax.lax.bitcast_convert_type(x, _integers(facts)) >> facts.nmant).astype(jnp.int32) - (facts.maxexp - 2)
 
 
 def power_of_two(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
     """`2**exponent`, exact; the nearest normal number of `dtype` where that is none."""
     facts = np.finfo(dtype)
     biased = jnp.clip(exponent, facts.minexp, facts.maxexp - 1) + (facts.maxexp - 1)
-    return lax.bitcast_convert_type(biased.astype(_integers(facts)) << facts.nmant, dtype)
+    return jax.lax.bitcast_convert_type(biased.astype(_integers(facts)) << facts.nmant, dtype)
 
 
 def _integers(facts: "np.finfo[Any]") -> np.dtype:  # in quotes: NumPy 2.1 cannot subscript it

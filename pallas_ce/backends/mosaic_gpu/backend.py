@@ -7,7 +7,6 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
@@ -154,7 +153,7 @@ class MosaicBlock(KernelBlock):
         numbers = {"valid_rows": jnp.int32(rows) if valid is None else valid}
         outputs: dict[str, Any] = forward_kernel.outputs(fields, given.product)
         shape = operands.stored_shape(rows, spec.vocab_size)
-        outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
+        outputs["stash"] = jax.lax.empty(shape, spec.dtype) if into is None else into
         inputs = {"reference": given.by_row(reference)}
         found = given.run("pallas_ce_stash", StashEpilogue(logits, fields), outputs, inputs, numbers)
 
