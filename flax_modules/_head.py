@@ -4,7 +4,6 @@ The modules own parameters, nothing else. Parameters are handed to `pallas_ce` i
 them itself and so returns a float32 gradient for float32 parameters, where a cast in the module would have rounded it.
 """
 
-import abc
 import dataclasses
 import inspect
 import re
@@ -141,9 +140,9 @@ class HeadCalls:
             raise ValueError(f"{vocab_size=} is larger than the vocabulary of the shared weight, {columns}")
         return cls(features, size, padded_vocab_size=columns, **{field: source}, **options)
 
-    @abc.abstractmethod
     def _projection(self) -> tuple[jax.Array | LowRank, int, jax.Array | None]:
         """The parameters: the weight, `[V, H]` (`vocab_axis` 0) or `[H, V]` (1), that axis, and the bias `[V]`."""
+        raise NotImplementedError
 
     def _adapted(self, weight: jax.Array, vocab_axis: int, lora_a: jax.Array, lora_b: jax.Array) -> LowRank:
         """The weight with the adapter `lora_a [H, r]` and `lora_b [r, V]`, whichever way it lies itself."""

@@ -3,7 +3,6 @@
 Everything here works on one row of tokens at a time, the last axis of `labels`; leading axes are batch.
 """
 
-import abc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -79,9 +78,9 @@ class MultiTokenCalls:
     head_weights: float | Sequence[float] | None
     projections: Sequence[Callable[[jax.Array], jax.Array]]
 
-    @abc.abstractmethod
     def _heads(self) -> Heads:
         """Needs no parameters."""
+        raise NotImplementedError
 
     def _project(self, hidden: jax.Array, i: int) -> jax.Array:
         """`x_i`, what head i reads."""

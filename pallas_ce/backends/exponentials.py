@@ -40,7 +40,6 @@ from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.gradient import exponent_above, power_of_two
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, from_reference, spread
 from pallas_ce.statistics.table import log_sum
@@ -237,8 +236,8 @@ class Block(abc.ABC):
         # room for it: there another power of two keeps them in range, and both are applied afterwards.
         late: jax.Array | None = None
         if spec.dtype == jnp.float16:
-            shift = exponent_above(rows) - 13
-            late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
+            shift = coef.exponent_above(rows) - 13
+            late, factor = factor * coef.power_of_two(shift, rows.dtype), coef.power_of_two(-shift, rows.dtype)
         return (rows * factor).astype(spec.dtype), late
 
 

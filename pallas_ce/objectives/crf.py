@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.head import common_dtype
 from pallas_ce.objectives.post_training.sequences import token_mask
@@ -86,9 +86,9 @@ def linear_chain_crf(
     References:
         "Conditional Random Fields" (Lafferty, McCallum, Pereira), section 3.
     """
-    arguments.check_reduction(reduction, normalizer)
-    emissions = arguments.floating("emissions", emissions)
-    transitions, tags = arguments.floating("transitions", transitions), arguments.integers("tags", tags)
+    checks.check_reduction(reduction, normalizer)
+    emissions = checks.floating("emissions", emissions)
+    transitions, tags = checks.floating("transitions", transitions), checks.integers("tags", tags)
     if emissions.ndim < 2 or 0 in emissions.shape[-2:]:
         raise ValueError(f"emissions has shape {emissions.shape}; it must be [..., T, K] with T and K at least 1")
     *batch, length, candidates = emissions.shape
@@ -100,7 +100,7 @@ def linear_chain_crf(
             f"transitions has shape {transitions.shape}; it must be {square}, or {(*batch, length - 1, *square)} with "
             "one matrix for each pair of neighbours"
         )
-    valid, normalizer = token_mask(mask, tags.shape), arguments.normalizer(normalizer)
+    valid, normalizer = token_mask(mask, tags.shape), checks.normalizer(normalizer)
     return _linear_chain_crf(reduction, label_rule.as_array(tags), emissions, transitions, valid, normalizer)
 
 

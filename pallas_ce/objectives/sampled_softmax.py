@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.head_options import SampledOptions, documented
 from pallas_ce.api.problem import Problem
@@ -72,7 +72,7 @@ def _drawn(sampler: ClassSampler, key: Any, num_samples: int, vocab_size: int) -
     drawn = sampler(key, num_samples, vocab_size)
     try:
         given, log_expected = drawn
-        ids, log_expected = arguments.ids("ids", given), jnp.asarray(log_expected)
+        ids, log_expected = checks.ids("ids", given), jnp.asarray(log_expected)
     except (TypeError, ValueError) as error:
         raise TypeError(f"sampler returned a {type(drawn).__name__}; it must return a ClassSample") from error
     for name, x, kind, size in (
@@ -151,20 +151,20 @@ def sampled_softmax_cross_entropy(
     References:
         "On Using Very Large Target Vocabulary for Neural Machine Translation" (Jean et al.), section 3.
     """
-    problem = Problem.read(hidden, weight, arguments.ids("labels", labels), **options)
+    problem = Problem.read(hidden, weight, checks.ids("labels", labels), **options)
     vocab_size = problem.spec.vocab_size
-    num_samples = arguments.count("num_samples", num_samples, vocab_size, f"vocab_size={vocab_size}")
+    num_samples = checks.count("num_samples", num_samples, vocab_size, f"vocab_size={vocab_size}")
     scale = options.get("logit_scale", 1.0)
-    if log_expected_correction and arguments.is_known(scale, 0.0):
+    if log_expected_correction and checks.is_known(scale, 0.0):
         raise ValueError(f"logit_scale={scale!r} takes away the logits that log_expected_correction corrects")
     if isinstance(sampler, str):
-        arguments.choice("sampler", sampler, tuple(SAMPLERS))
+        checks.choice("sampler", sampler, tuple(SAMPLERS))
         sampler = SAMPLERS[sampler]
     elif not callable(sampler):
         raise TypeError(
             f"sampler={sampler!r} must be a name or a function (key, num_samples, vocab_size) -> ClassSample"
         )
-    return _sampled_softmax(num_samples, sampler, bool(log_expected_correction), problem, arguments.key(key))
+    return _sampled_softmax(num_samples, sampler, bool(log_expected_correction), problem, checks.key(key))
 
 
 @program(static=3, by_row=lambda count, sampler, correction, problem, key: problem.options.by_row)

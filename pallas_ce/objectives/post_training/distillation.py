@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
-from pallas_ce.objectives.post_training.sequences import Aggregation
 from pallas_ce.statistics.divergences import Name, not_negative, over_mixture
 from pallas_ce.streaming.rows import zeroed
 
@@ -22,7 +21,7 @@ def top_k_distillation_loss(
     divergence: Name = "forward_kl",
     beta: float = 0.5,
     tail: bool = True,
-    aggregation: Aggregation = "token_mean",
+    aggregation: sequences.Aggregation = "token_mean",
     length: float | None = None,
     normalizer: ArrayLike | None = None,
 ) -> jax.Array:
@@ -71,9 +70,9 @@ def top_k_distillation_loss(
         a temperature, pass `temperature` to `linear_log_probs` and multiply the loss by its square: "Distilling the
         Knowledge in a Neural Network", arXiv 1503.02531.
     """
-    arguments.choice("divergence", divergence, get_args(Name))
+    checks.choice("divergence", divergence, get_args(Name))
     if divergence == "jsd":
-        beta = arguments.beta(beta)
+        beta = checks.beta(beta)
     log_probs, mask = sequences.tokens(log_probs, mask, "[..., T, K]")
     teacher = sequences.constants("teacher_log_probs", teacher_log_probs, log_probs.shape)
     # Places that take no part have probability 0 on both sides, which is selected and never computed.
