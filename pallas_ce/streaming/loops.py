@@ -4,7 +4,6 @@ Inside a `shard_map` with `check_vma=True` a loop's carry must not change its ty
 device's own rows do: they start the same on all devices and differ afterwards.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +40,7 @@ def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], C
     """`lax.fori_loop`, whose carry varies from the start over the mesh axes that the body makes it vary over."""
     while jax.sharding.get_abstract_mesh().manual_axes:
         declared = jax.tree.map(vary_like, init, jax.eval_shape(body, jnp.int32(0), init))
-        if all(map(operator.is_, jax.tree.leaves(declared), jax.tree.leaves(init))):
+        if all(x is y for x, y in zip(jax.tree.leaves(declared), jax.tree.leaves(init), strict=True)):
             break
         init = declared
     return lax.fori_loop(start, stop, body, init)
