@@ -4,7 +4,6 @@ The modules own parameters, nothing else. Parameters are handed to `pallas_ce` i
 them itself and so returns a float32 gradient for float32 parameters, where a cast in the module would have rounded it.
 """
 
-import abc
 import dataclasses
 import inspect
 import re
@@ -17,15 +16,7 @@ from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from pallas_ce import LowRank, MeshAxes, Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
-from pallas_ce.api.integration import (
-    Backward,
-    Implementation,
-    PrecisionLike,
-    Problem,
-    Reduction,
-    check_integer,
-    check_reduction,
-)
+from pallas_ce.api.integration import Backward, Implementation, PrecisionLike, Problem, Reduction, checks
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
 default_lora_a_init = jax.nn.initializers.he_uniform()
@@ -117,10 +108,10 @@ class HeadCalls:
 
     def _columns(self, embed_shape: tuple[int, ...] | None, linear_shape: tuple[int, ...] | None = None) -> int:
         """The number of vocabulary entries the weight holds, padding included; checks sizes and names of options."""
-        check_reduction(self.reduction, None, self.backward)
+        checks.check_reduction(self.reduction, None, self.backward)
         vocab_size, padded_vocab_size = self.vocab_size, self.padded_vocab_size
         for name, size in (("features", self.features), ("vocab_size", vocab_size)):
-            check_integer(name, size, "an int, at least 1", 1)
+            checks.integer(name, size, "an int, at least 1", 1)
         columns = vocab_size if padded_vocab_size is None else padded_vocab_size
         if columns < vocab_size:
             raise ValueError(
@@ -149,9 +140,9 @@ class HeadCalls:
             raise ValueError(f"{vocab_size=} is larger than the vocabulary of the shared weight, {columns}")
         return cls(features, size, padded_vocab_size=columns, **{field: source}, **options)
 
-    @abc.abstractmethod
     def _projection(self) -> tuple[jax.Array | LowRank, int, jax.Array | None]:
         """The parameters: the weight, `[V, H]` (`vocab_axis` 0) or `[H, V]` (1), that axis, and the bias `[V]`."""
+        raise NotImplementedError
 
     def _adapted(self, weight: jax.Array, vocab_axis: int, lora_a: jax.Array, lora_b: jax.Array) -> LowRank:
         """The weight with the adapter `lora_a [H, r]` and `lora_b [r, V]`, whichever way it lies itself."""

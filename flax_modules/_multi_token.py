@@ -3,7 +3,6 @@
 Everything here works on one row of tokens at a time, the last axis of `labels`; leading axes are batch.
 """
 
-import abc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -14,17 +13,7 @@ from jax.typing import ArrayLike
 
 from flax_modules._head import HeadCalls, described_by
 from pallas_ce import Metrics
-from pallas_ce.api.integration import (
-    NO_TARGET,
-    Reduction,
-    canonical_labels,
-    check_integer,
-    counted_labels,
-    label_array,
-    precision_name,
-    read_ids,
-    shifted_labels,
-)
+from pallas_ce.api.integration import Reduction, checks, label_rule, precision_name
 
 
 class Heads(NamedTuple):
@@ -89,9 +78,9 @@ class MultiTokenCalls:
     head_weights: float | Sequence[float] | None
     projections: Sequence[Callable[[jax.Array], jax.Array]]
 
-    @abc.abstractmethod
     def _heads(self) -> Heads:
         """Needs no parameters."""
+        raise NotImplementedError
 
     def _project(self, hidden: jax.Array, i: int) -> jax.Array:
         """`x_i`, what head i reads."""
@@ -155,7 +144,7 @@ class MultiTokenCalls:
             if i and token_weights is not None:
                 # A token weight belongs to the label it came with, so it moves with it.
                 token_weights = jnp.asarray(token_weights)
-                token_weights = shifted_labels(token_weights, 1, token_weights.ndim - 1, 0)
+                token_weights = label_rule.shifted(token_weights, 1, token_weights.ndim - 1, 0)
             if total is not None:
                 # One head at a time: left alone, XLA may interleave the heads and hold the scratch of several.
                 x, total = jax.lax.optimization_barrier((x, total))
@@ -215,17 +204,17 @@ class MultiTokenCalls:
         """
         heads = self._heads()
         first = heads.each[0]
-        own = label_array(read_ids("labels", labels))
-        ids = canonical_labels(own, first.vocab_size)
-        counts = counted_labels(ids, first.ignore_index)
+        own = label_rule.as_array(checks.ids("labels", labels))
+        ids = label_rule.canonical(own, first.vocab_size)
+        counts = label_rule.counted(ids, first.ignore_index)
         ignored = first.ignore_index
         if ignored is None or not -(2**31) <= ignored < 2**31:  # no label of 32 bits
-            ignored = NO_TARGET
+            ignored = label_rule.NO_TARGET
         result = [own]
         shifted = jnp.where(counts, ids, ignored)
         for _ in heads.each[1:]:
             # One step at a time, so that each position's own label stops everything behind it.
-            shifted = jnp.where(counts, shifted_labels(shifted, 1, shifted.ndim - 1, ignored), ignored)
+            shifted = jnp.where(counts, label_rule.shifted(shifted, 1, shifted.ndim - 1, ignored), ignored)
             result.append(shifted)
         return tuple(result)
 
@@ -247,7 +236,7 @@ def read_heads(head: HeadCalls | Sequence[HeadCalls], num_tokens: int | None, pr
     projects = shared if project_hidden is None else project_hidden
     if shared:
         words = "an int, at least 1: how many tokens the head, which all share, predicts"
-        return Heads(heads * check_integer("num_tokens", num_tokens, words, 1), True, projects)
+        return Heads(heads * checks.integer("num_tokens", num_tokens, words, 1), True, projects)
     if not heads:
         raise ValueError("head is an empty sequence: give one LossHead for each token predicted")
     if num_tokens is not None and num_tokens != len(heads):

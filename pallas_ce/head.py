@@ -64,6 +64,15 @@ class HeadSpec:
         """Whether a GPU multiplies the operands in TF32."""
         return self.dtype == np.float32 and self.precision in _TF32
 
+    def needed_products(self, needs_grad: PerInput[bool]) -> PerInput[bool]:
+        """The products that gradients are made of; other inputs have none, and neither buffers nor collectives.
+
+        The scale's gradient comes from hidden's and the bias's products, see `scale_gradient`.
+        """
+        hidden, bias = needs_grad.hidden or needs_grad.logit_scale, needs_grad.bias or needs_grad.logit_scale
+        down = bool(self.rank) and (hidden or needs_grad.down)
+        return needs_grad._replace(hidden=hidden, bias=bias, logit_scale=False, down=down)
+
     def with_padding(self, columns: int) -> "HeadSpec":
         """The same facts, with padding for vocabulary, which then has `columns` entries."""
         whole = self.whole_vocab_size or self.vocab_size

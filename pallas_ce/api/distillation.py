@@ -6,7 +6,6 @@ from typing import Any, Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
@@ -34,9 +33,8 @@ def compute(pair: two_heads.Pair, student: Problem, teacher: Problem, known: Kno
         values = two_heads.row_divergences(pair, reverse_mode_only(given))
     else:
         batch, mask, hidden = flat_rows(student.leading, (given.batch, given.mask, given.inputs.hidden))
-        values = reference.divergences(
-            pair.divergence, batch.hidden, given.head, mask, hidden, given.inputs.head, batch.inverse_temperature
-        ).reshape(student.leading)
+        found = reference.divergences(pair.divergence, batch, given.head, mask, hidden, given.inputs.head)
+        values = found.reshape(student.leading)
     return student.reduced(values, given.mask)
 
 
@@ -50,7 +48,7 @@ def keep(pair: two_heads.Pair, student: Problem, teacher: Problem, _: PerInput[b
 def operands(student: Problem, teacher: Problem) -> Operands:
     """What `two_heads` works on: the student's rows and head, and the teacher as constants."""
     batch, head, mask = student.rows_that_count()
-    constant, constant_head, _ = lax.stop_gradient(teacher.rows_that_count())
+    constant, constant_head, _ = jax.lax.stop_gradient(teacher.rows_that_count())
     return Operands(batch._replace(labels=None), head, mask, two_heads.Teacher(constant.hidden, constant_head))
 
 
@@ -216,4 +214,4 @@ def compute_of_part(pair: Any, student: Any, teacher: Any, parts: Any, sums: Any
             own = by_row(lambda _, block, found: block.mixture_sums(found), lambda zeros: (zeros, zeros), found)
             return jnp.stack(own, axis=1)
         found = found.with_mixture(*sums.T)
-    return compute(pair, student, teacher, Known(lax.stop_gradient(found)))
+    return compute(pair, student, teacher, Known(jax.lax.stop_gradient(found)))

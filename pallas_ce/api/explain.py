@@ -8,16 +8,15 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import specs
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.head_options import WeightOptions, documented
 from pallas_ce.api.problem import Problem
-from pallas_ce.api.specs import LowRank, WeightLike
+from pallas_ce.api.specs import LowRank, WeightLike, read_weight
 from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
 from pallas_ce.parallel.partitioning import known_device, share
 from pallas_ce.statistics.cross_entropy import Reduction
-from pallas_ce.streaming.gradient_products import INPUTS, NO_GRADIENT, PerInput, needed_products
+from pallas_ce.streaming.gradient_products import INPUTS, NO_GRADIENT, PerInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,23 +146,23 @@ def explain(
         >>> explain(hidden, weight, reduction="none").gemms
         4
     """
-    differentiate = arguments.sequence_of_names("differentiate", differentiate)
+    differentiate = checks.sequence_of_names("differentiate", differentiate)
     if unknown := [name for name in differentiate if name not in INPUTS]:
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {INPUTS}")
     logit_scale = options.pop("logit_scale", 1.0)
     given: dict[str, Any] = {"bias": bias, "vocab_scale": vocab_scale, "temperature": temperature}
     given["logit_scale"] = logit_scale
-    shapes = {n: _described(n, x) for n, x in given.items() if hasattr(x, "shape") and not arguments.is_plain(x)}
+    shapes = {n: _described(n, x) for n, x in given.items() if hasattr(x, "shape") and not checks.is_plain(x)}
     named: dict[str, Any] = {"logit_softcap": logit_softcap, "reduction": reduction, "backward": backward, **options}
     problem: Problem = jax.eval_shape(
         functools.partial(Problem.read, implementation=implementation, several=True, **given, **named),
         _described("hidden", hidden),
-        specs.read_weight(weight, _described) if isinstance(weight, LowRank) else _described("weight", weight),
+        read_weight(weight, _described) if isinstance(weight, LowRank) else _described("weight", weight),
         None if labels is None else _described("labels", labels),
         **shapes,
     )
     exists = {name for name in INPUTS if getattr(problem, name) is not None}
-    if arguments.is_known(logit_scale, 1.0):  # a number as temperature makes one, which has no gradient
+    if checks.is_known(logit_scale, 1.0):  # a number as temperature makes one, which has no gradient
         exists.discard("logit_scale")
     needs_grad = NO_GRADIENT._replace(**{name: name in exists for name in differentiate})
     arrays = hidden, weight.weight if isinstance(weight, LowRank) else weight, labels
@@ -183,7 +182,7 @@ def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerIn
     part = share(*arrays, problem.spec)
     how = problem.decided(arrays=arrays[:2], padded_share=part.spec if part.padded else None).how
     spec, tokens, wide = part.spec, part.tokens, part.spec.accumulator.itemsize
-    differentiated, needed = any(needs_grad), needed_products(needs_grad, spec.rank)
+    differentiated, needed = any(needs_grad), spec.needed_products(needs_grad)
     mode = how.mode if differentiated else None
     logits = tokens * spec.vocab_size * wide
     parts = {"hidden": part.hidden, "weight": part.weight}
@@ -234,7 +233,7 @@ def _explained(problem: Problem, arrays: tuple[Any, Any, Any], needs_grad: PerIn
 
 
 def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
-    arguments.no_tensor(name, given)
+    checks.no_tensor(name, given)
     if not hasattr(given, "shape") or not hasattr(given, "dtype"):
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
     narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")

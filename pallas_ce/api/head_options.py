@@ -8,9 +8,8 @@ import functools
 import inspect
 import re
 import types
-import typing
 from collections.abc import Callable, Collection
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.problem import Options, Problem
@@ -270,7 +269,7 @@ def documented[**P, Out](function: Callable[P, Out], compute: Callable[..., Any]
     A text of the function's own goes before the shared one. `compute` makes the result of what the function returns.
     """
     *own, last = inspect.signature(function).parameters.values()
-    (options,) = typing.get_args(last.annotation)
+    (options,) = get_args(last.annotation)
     shared = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[_PREFIX.sub("", name)], annotation=annotation

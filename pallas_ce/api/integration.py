@@ -1,7 +1,8 @@
 """The contract between `pallas_ce` and the packages that wrap it, such as `torch_bridge` and `flax_modules`.
 
 A wrapper imports the public names of `pallas_ce` and, beyond those, only what stands here. Whoever changes one of these
-names changes the wrappers too; everything else inside `pallas_ce` may change without them. Nothing here is for users.
+names, or of the functions in `checks` and `label_rule`, changes the wrappers too; everything else inside `pallas_ce`
+may change without them. Nothing here is for users.
 """
 # ruff: noqa: F401
 
@@ -9,40 +10,25 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pallas_ce.api import checks
 from pallas_ce.api import distillation as pair
 from pallas_ce.api import linear_cross_entropy as loss
 from pallas_ce.api import row_statistics as rows
-from pallas_ce.api.checks import check_reduction, check_statistics, is_int
-from pallas_ce.api.checks import ids as read_ids
-from pallas_ce.api.checks import ignored as read_ignore_index
-from pallas_ce.api.checks import integer as check_integer
-from pallas_ce.api.checks import scalar as check_scalar
-from pallas_ce.api.checks import shift as check_shift
-from pallas_ce.api.checks import temperature as check_temperature
 from pallas_ce.api.head_options import called_here, documented
 from pallas_ce.api.problem import Problem
-from pallas_ce.api.specs import PrecisionLike, precision_name
-from pallas_ce.api.specs import logits_spec as read_logits_spec
-from pallas_ce.api.specs import read_weight as read_low_rank
+from pallas_ce.api.specs import PrecisionLike, logits_spec, precision_name, read_weight
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.packages import refuse_older
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.head import NO_WEIGHT, Batch, Head, HeadSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Known, Operands
-from pallas_ce.modes.how import How
-from pallas_ce.modes.how import of_pair as implementation_of_pair
-from pallas_ce.modes.how import refusal_of_logits as materialized_refusal
+from pallas_ce.modes.forward import forward_statistics
+from pallas_ce.modes.how import How, implementation_of_pair, refusal_of_logits
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
-from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
+from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction
-from pallas_ce.statistics.labels import NO_TARGET
-from pallas_ce.statistics.labels import as_array as label_array
-from pallas_ce.statistics.labels import canonical as canonical_labels
-from pallas_ce.statistics.labels import check as check_label_values
-from pallas_ce.statistics.labels import counted as counted_labels
-from pallas_ce.statistics.labels import shifted as shifted_labels
-from pallas_ce.streaming.gradient_products import PerInput
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, PerInput
 
 
 class Steps(NamedTuple):

@@ -15,9 +15,8 @@ from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands, added
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, safe_inverse
-from pallas_ce.statistics.logits import present
 from pallas_ce.streaming.gradient_products import NO_GRADIENT, Arrays, PerInput
-from pallas_ce.streaming.rows import flat_rows, zeroed
+from pallas_ce.streaming.rows import flat_rows, present, zeroed
 
 
 def operands_of(problem: Problem) -> tuple[Call, Operands]:

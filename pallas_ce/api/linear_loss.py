@@ -18,7 +18,7 @@ from pallas_ce.modes.call import Call, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
-from pallas_ce.streaming.rows import flat_rows
+from pallas_ce.streaming.rows import flat_rows, zeroed
 
 RowLoss = Callable[..., jax.Array]
 
@@ -63,7 +63,7 @@ def _linear_loss(row_loss: RowLoss, problem: Problem, *inputs: jax.Array) -> jax
     inverse = jnp.ones((), wide)
     if options.reduction == "mean":
         each = jnp.ones(leading, wide) if weights is None else weights
-        default = problem.how.divisor(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
+        default = problem.how.divisor(jnp.sum(zeroed(mask, each)))
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
     examples = [flat_rows(leading, x) if i in by_row else x for i, x in enumerate(inputs)]

@@ -5,8 +5,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import linear_cross_entropy, row_statistics, specs
+from pallas_ce.api import checks, linear_cross_entropy, row_statistics, specs
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.head_options import StoredOptions, computed_by
 from pallas_ce.api.problem import Options, Problem
@@ -100,7 +99,7 @@ def chunked_cross_entropy(
         >>> print(chunked_cross_entropy(jnp.zeros((6, 4)), jnp.arange(6) % 4, chunk_size=4))
         1.3862944
     """
-    chunk = arguments.integer("chunk_size", chunk_size, "a positive int, or 0 for 4096", 0) or 4096
+    chunk = checks.integer("chunk_size", chunk_size, "a positive int, or 0 for 4096", 0) or 4096
     return (_read(logits, labels, chunk=chunk, **options),)
 
 
@@ -185,7 +184,7 @@ def selective_log_softmax(
     References:
         The function of that name in TRL, and "Reducing VRAM Footprint in PPO and GRPO Using Selective Log-Softmax".
     """
-    logits, index = arguments.array("logits", logits), arguments.integers("index", index)
+    logits, index = checks.array("logits", logits), checks.integers("index", index)
     leading = logits.shape[:-1]
     if index.shape[: len(leading)] != leading or index.ndim > logits.ndim:
         raise ValueError(
@@ -214,12 +213,12 @@ def _read(
     **of_loss: Any,
 ) -> Problem:
     """The logits as hidden states of a head of `NO_WEIGHT`; `chunk` is the most rows of a block."""
-    logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
+    logits, ignore_index = checks.array("logits", logits), checks.ignored(ignore_index)
     spec, leading, of = specs.logits_spec(logits, vocab_size, logit_softcap), logits.shape[:-1], "logits'"
     problem = Problem(
         hidden=logits,
         weight=NO_WEIGHT,
-        labels=arguments.labels(labels, leading, spec.vocab_size, ignore_index, validate_labels, of, several),
+        labels=checks.labels(labels, leading, spec.vocab_size, ignore_index, validate_labels, of, several),
         options=Options(**of_loss).checked(leading, spec.vocab_size, of),
         spec=spec,
         ignore_index=ignore_index,

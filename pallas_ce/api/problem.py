@@ -7,8 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import specs
+from pallas_ce.api import checks, specs
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.backends.select import warn_once
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
@@ -36,16 +35,16 @@ class Options:
 
     def checked(self, leading: tuple[int, ...], vocab_size: int, of: str = "hidden's") -> Self:
         """For rows of the shape `leading`, `of` an argument that errors name. The number 0 is no term: None."""
-        arguments.check_reduction(self.reduction, self.normalizer, self.backward)
-        label_smoothing = arguments.scalar("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        z_loss = arguments.scalar("z_loss", self.z_loss, 0.0)
+        checks.check_reduction(self.reduction, self.normalizer, self.backward)
+        label_smoothing = checks.scalar("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        z_loss = checks.scalar("z_loss", self.z_loss, 0.0)
         return dataclasses.replace(
             self,
-            token_weights=arguments.shaped("token_weights", self.token_weights, leading, f"{of} leading shape"),
-            class_weights=arguments.shaped("class_weights", self.class_weights, (vocab_size,), "vocab_size's shape"),
-            label_smoothing=None if arguments.is_known(label_smoothing, 0.0) else label_smoothing,
-            z_loss=None if arguments.is_known(z_loss, 0.0) else z_loss,
-            normalizer=arguments.normalizer(self.normalizer),
+            token_weights=checks.shaped("token_weights", self.token_weights, leading, f"{of} leading shape"),
+            class_weights=checks.shaped("class_weights", self.class_weights, (vocab_size,), "vocab_size's shape"),
+            label_smoothing=None if checks.is_known(label_smoothing, 0.0) else label_smoothing,
+            z_loss=None if checks.is_known(z_loss, 0.0) else z_loss,
+            normalizer=checks.normalizer(self.normalizer),
         )
 
     @property
@@ -118,13 +117,13 @@ class Problem:
         A number as temperature goes into the head; see also `tempered`. `several`: whether a row may have several
         labels. `of_loss` are `Options`.
         """
-        ignore_index = arguments.ignored(ignore_index)
-        hidden, given = arguments.array("hidden", hidden), specs.read_weight(weight)
+        ignore_index = checks.ignored(ignore_index)
+        hidden, given = checks.array("hidden", hidden), specs.read_weight(weight)
         if implementation != "reference":
             for name, x in (("hidden", hidden), ("weight", given.weight)):
-                arguments.known_sizes(name, x, "implementation='reference' for symbolic rows; it stores the logits")
+                checks.known_sizes(name, x, "implementation='reference' for symbolic rows; it stores the logits")
         by_column: dict[str, Any] = {"bias": bias, "vocab_scale": vocab_scale}
-        by_column = {name: arguments.array(name, x) for name, x in by_column.items() if x is not None}
+        by_column = {name: checks.array(name, x) for name, x in by_column.items() if x is not None}
         if mesh_axes is not None and not isinstance(mesh_axes, MeshAxes):
             axis = mesh_axes if isinstance(mesh_axes, str) else "tensor"
             example = f"MeshAxes(vocabulary={axis!r})"
@@ -132,9 +131,9 @@ class Problem:
         parts = (1, 1) if mesh_axes is None else mesh_axes.parts
         spec = specs.head_spec(hidden, given, by_column, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
         leading = hidden.shape[:-1]
-        logit_scale = arguments.scalar("logit_scale", logit_scale)
-        logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
-        temperature = arguments.temperature(temperature, leading)
+        logit_scale = checks.scalar("logit_scale", logit_scale)
+        logit_scale = None if checks.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
+        temperature = checks.temperature(temperature, leading)
         if isinstance(temperature, float):
             if temperature != 1.0:  # `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`
                 inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
@@ -143,25 +142,23 @@ class Problem:
                 spec = dataclasses.replace(spec, softcap=softcap)
             temperature = None
         if labels is not None:
-            labels = arguments.labels(labels, leading, spec.vocab_size, ignore_index, validate_labels, several=several)
+            labels = checks.labels(labels, leading, spec.vocab_size, ignore_index, validate_labels, several=several)
         elif validate_labels:
             raise ValueError("validate_labels=True needs labels, which is None")
-        if shift := arguments.shift(shift, labels, leading):
+        if shift := checks.shift(shift, labels, leading):
             refuse_shift(shift, (hidden, labels))
         if scratch_bytes is not None:
-            scratch_bytes = arguments.integer(
-                "scratch_bytes", scratch_bytes, "a positive int, or None for the default", 1
-            )
+            scratch_bytes = checks.integer("scratch_bytes", scratch_bytes, "a positive int, or None for the default", 1)
         problem = cls(
             hidden=hidden,
             weight=given.weight,
             up=given.up,
             down=given.down,
             logit_scale=logit_scale,
-            logit_weights=arguments.shaped("logit_weights", logit_weights, (spec.vocab_size,), "vocab_size's shape"),
+            logit_weights=checks.shaped("logit_weights", logit_weights, (spec.vocab_size,), "vocab_size's shape"),
             temperature=temperature,
             labels=labels,
-            row_mask=arguments.mask("row_mask", row_mask, leading),
+            row_mask=checks.mask("row_mask", row_mask, leading),
             options=Options(**of_loss).checked(leading, spec.vocab_size),
             spec=spec,
             ignore_index=ignore_index,
@@ -177,8 +174,8 @@ class Problem:
 
     def tempered(self, temperature: Any, zero: bool = False) -> Self:
         """At a temperature beside the head, whose logits are needed without it; with `zero` it may be 0."""
-        read = arguments.temperature(temperature, self.leading, zero)
-        return dataclasses.replace(self, temperature=None if arguments.is_known(read, 1.0) else jnp.asarray(read))
+        read = checks.temperature(temperature, self.leading, zero)
+        return dataclasses.replace(self, temperature=None if checks.is_known(read, 1.0) else jnp.asarray(read))
 
     @property
     def leading(self) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical, repeated
 from pallas_ce.statistics.logits import present, product
-from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names, spread
+from pallas_ce.statistics.row import RowStatistics, from_primitives, gap, primitive_names, spread
+from pallas_ce.streaming.rows import zeroed
 
 
 @program(static=1)
@@ -143,8 +144,7 @@ def _over_support(names: tuple[str, ...], logits: jax.Array, operands: Operands,
     place = ids == labels[..., None]
     in_support = (labels != NO_TARGET) & jnp.any(place, axis=-1)
     z = jnp.where(ids != NO_TARGET, logits, -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
-    distance = z - jnp.where(jnp.isinf(largest), 0.0, largest)
+    distance = gap(z, jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True)))
     exponentials = jnp.exp(distance)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     none = total == 0  # a row without any id, or of -inf only, has no probabilities
@@ -159,7 +159,7 @@ def _over_support(names: tuple[str, ...], logits: jax.Array, operands: Operands,
         in_support & (top == labels) if "argmax" in names else None,
         in_support,
     )
-    return jax.tree.map(lambda x: jnp.where(present(operands.mask), x, jnp.zeros((), x.dtype)), found)
+    return zeroed(operands.mask, found)
 
 
 @computed_by(compute_log_probs)

@@ -4,7 +4,8 @@ from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax.extend.random import threefry_2x32
 
 from pallas_ce.api.checks import ArrayLike, count, share
 from pallas_ce.api.checks import key as check_key
@@ -18,10 +19,8 @@ from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_
 from pallas_ce.modes.how import How
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.shards import RowArrays
-from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, finalise, gap
-from pallas_ce.streaming import noise
-from pallas_ce.streaming.rows import flat_rows
+from pallas_ce.streaming.rows import flat_rows, present
 from pallas_ce.streaming.selection import top_k as sorted_top_k
 from pallas_ce.streaming.tiles import Tile, Tiles
 
@@ -66,11 +65,40 @@ class _Drawn(NamedTuple):
     logit: jax.Array
 
 
+# Noise drawn as one array, or tile by tile from a stream, would depend on the blocks and tiles. Here each number is a
+# hash of the key, the row and the column alone (counter-based, as JAX's own generator is): any tile can make its own.
+def row_keys(key: Any, rows: int) -> jax.Array:
+    """A key `[2]` uint32 for each row, `[rows, 2]`."""
+    words = jax.random.bits(key, (2,), jnp.uint32)
+    return _hash(words, jnp.arange(rows, dtype=jnp.uint32))
+
+
+def gumbel(keys: jax.Array, columns: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Standard Gumbel noise `[n, c]` for rows with `keys [n, 2]` at `columns`, `[c]` or `[n, c]` int32.
+
+    With u uniform in (0, 1), `E = -log(1 - u)` is exponential and `-log E` is Gumbel. The largest of many noises, which
+    decide a sample, come from the smallest u. Those have full relative precision here, down to 2⁻⁶⁴: u is made of 64
+    bits. Made of 24 bits, the largest of 1e5 would take only some hundred values, and probabilities be off by 1%.
+    """
+    columns = jnp.broadcast_to(columns, (keys.shape[0], columns.shape[-1])).astype(jnp.uint32)
+    words = jax.vmap(_hash)(keys, columns)
+    high, low = words[..., 0].astype(dtype), words[..., 1].astype(dtype)
+    u = high * 2.0**-32 + low * 2.0**-64 + 2.0**-65
+    u = jnp.minimum(u, 1.0 - np.finfo(dtype).epsneg)
+    return -jnp.log(-jnp.log1p(-u))
+
+
+def _hash(key: jax.Array, counts: jax.Array) -> jax.Array:
+    """Two words `[m, 2]` for each of `counts [m]`. Threefry pairs the halves of its counter array."""
+    words = threefry_2x32((key[0], key[1]), jnp.concatenate([counts, jnp.zeros_like(counts)]))
+    return words.reshape(2, -1).T
+
+
 def _draw(
     keys: jax.Array, logits: jax.Array, ids: jax.Array, valid: jax.Array | None, inverse_temperature: jax.Array | None
 ) -> _Drawn:
     """From `logits [n, c]` of the columns `ids`, `[c]` or `[n, c]`; `argmax` prefers the first of equal ones."""
-    added = noise.gumbel(keys, ids, logits.dtype)
+    added = gumbel(keys, ids, logits.dtype)
     scores = logits + (added if inverse_temperature is None else added / inverse_temperature[:, None])
     scores = scores if valid is None else jnp.where(valid[None, :], scores, -jnp.inf)
     place, of_columns = scores.argmax(axis=1)[:, None], (scores, jnp.broadcast_to(ids, scores.shape), logits)
@@ -131,9 +159,9 @@ def _block(how: How, plan: Plan, rows: RowArrays, head: Head) -> Samples:
 @program(static=1)
 def _linear_sample(streams: Streams | None, problem: Problem, key: Any, limits: _Limits, best: TopK | None) -> Samples:
     """Samples among the `best` of each row or, by the block sizes of `streams`, among all columns."""
-    (batch, head, mask), wide = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
+    (batch, head, mask), wide = jax.lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
     by_row = jax.tree.map(lambda x: jnp.broadcast_to(x.astype(wide), problem.leading).reshape(-1), limits)
-    more = noise.row_keys(key, problem.tokens), by_row
+    more = row_keys(key, problem.tokens), by_row
 
     def empty(rows: int) -> Samples:
         return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, wide))

@@ -177,8 +177,7 @@ def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None
     columns = logits.shape[-1]
     if vocab_size is not None:
         checks.count("vocab_size", vocab_size, columns, f"the logits' {columns} columns")
-    cap = _cap(logit_softcap)
-    return HeadSpec(columns, columns, int(vocab_size or columns), 0, np.dtype(logits.dtype), cap)
+    return HeadSpec(columns, columns, int(vocab_size or columns), 0, np.dtype(logits.dtype), _cap(logit_softcap))
 
 
 def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:

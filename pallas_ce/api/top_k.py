@@ -5,7 +5,6 @@ from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, count
 from pallas_ce.api.head_options import HeadOptions, computed_by
@@ -46,7 +45,7 @@ def _finder(how: How, spec: HeadSpec, k: int) -> TopKFinder:
 
 @program(static=1)
 def _linear_top_k(k: int, problem: Problem) -> TopK:
-    (batch, head, mask), spec = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec
+    (batch, head, mask), spec = jax.lax.stop_gradient(problem.flat_rows_that_count()), problem.spec
 
     def empty(rows: int) -> TopK:
         zeros = jnp.zeros((rows, k), spec.accumulator)
@@ -72,8 +71,6 @@ class _Tiled(Streams):
     """A tile at a time, joined with the best of the tiles before it; each has at least k columns."""
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
-        """The k largest logits of a block's rows, before temperature, and the `Partial` after it."""
-
         def best_of_tile(logits: jax.Array, tile: Tile) -> Largest:
             valid = logits if tile.valid is None else jnp.where(tile.valid[None, :], logits, -jnp.inf)
             best = top_k(valid, self.least_columns)

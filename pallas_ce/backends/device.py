@@ -31,7 +31,6 @@ def platform() -> str:
 
 
 def _gpus() -> list[jax.Device]:
-    """The process's CUDA devices."""
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:

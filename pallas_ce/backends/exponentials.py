@@ -35,13 +35,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.gradient import exponent_above, power_of_two
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, from_reference, spread
 from pallas_ce.statistics.table import log_sum
@@ -238,8 +236,8 @@ class Block(abc.ABC):
         # room for it: there another power of two keeps them in range, and both are applied afterwards.
         late: jax.Array | None = None
         if spec.dtype == jnp.float16:
-            shift = exponent_above(rows) - 13
-            late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
+            shift = coef.exponent_above(rows) - 13
+            late, factor = factor * coef.power_of_two(shift, rows.dtype), coef.power_of_two(-shift, rows.dtype)
         return (rows * factor).astype(spec.dtype), late
 
 
@@ -256,7 +254,7 @@ def _reference(head: Head, batch: Batch, bounds: Range) -> jax.Array:
         return entries.existing(head, batch, one_each) + bounds.above_target
     stride = max(1, spec.vocab_size // _SAMPLE)
     stop = min(spec.vocab_size, stride * _SAMPLE)
-    logits = head.columns(lambda x, axis: lax.slice_in_dim(x, 0, stop, stride, axis)).logits(batch)
+    logits = head.columns(lambda x, axis: jax.lax.slice_in_dim(x, 0, stop, stride, axis)).logits(batch)
     if head.valid_columns is not None:
         logits = jnp.where(jnp.arange(0, stop, stride) < head.valid_columns, logits, -jnp.inf)
     # One reduction: measured from a logit of the sample, whatever it is, rather than from the largest. A sample that

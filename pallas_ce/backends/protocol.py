@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import numpy as np
-from jax import lax
 
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
@@ -51,7 +50,7 @@ class Gradient(NamedTuple):
     coefficients: Coefficients  # `[n]` each, normalised and `measured_from_largest`; 0 in rows that are not valid
     reference: jax.Array | None = None  # `[n]`, each row's largest logit, which others are measured from, if needed
     argmax: jax.Array | None = None  # `[n]`, if needed
-    needs: PerInput[bool] = NO_GRADIENT  # which products, see `needed_products`
+    needs: PerInput[bool] = NO_GRADIENT  # which products, see `HeadSpec.needed_products`
     factor: jax.Array | float = 1.0  # `[]`, what undoes the normalisation
     weight_sum: WeightGradient | None = None  # in_forward's, where the weight's share goes, if it is needed
     hidden_dtype: np.dtype | None = None  # hidden's share of in_forward may be rounded to it; None: the accumulator's
@@ -185,7 +184,7 @@ class Backend(Protocol):
 
     def empty_sum(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """What in_forward's sum for the weight begins as, over several blocks: anything, if the first replaces it."""
-        return lax.empty(shape, dtype)
+        return jax.lax.empty(shape, dtype)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None

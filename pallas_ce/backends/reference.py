@@ -8,28 +8,29 @@ import jax.numpy as jnp
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.divergences import Divergence, not_negative, over_mixture
 from pallas_ce.statistics.logits import LogitsTile, Row, present, reference_of
-from pallas_ce.statistics.row import fields_of, only, spread
+from pallas_ce.statistics.row import fields_of, only
 from pallas_ce.statistics.table import PRIMITIVES
+from pallas_ce.streaming.rows import zeroed
 
 
 def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
     """Logits `[N, V]`; 0 in rows that `mask [N]` turns off."""
     spec = head.spec
     hidden, inverse_temperature = batch.hidden, batch.inverse_temperature
-    if mask is not None:
-        hidden = jnp.where(mask[:, None], hidden, 0)  # even a nan there must not reach the weight's gradient
-        inverse_temperature = None if inverse_temperature is None else jnp.where(mask, inverse_temperature, 1)
+    hidden = zeroed(mask, hidden)  # even a nan there must not reach the weight's gradient
+    if mask is not None and inverse_temperature is not None:
+        inverse_temperature = jnp.where(mask, inverse_temperature, 1)
     head = head.columns(lambda x, axis: jax.lax.slice_in_dim(x, 0, spec.vocab_size, axis=axis))
     z = _product(hidden, head.weight, 1 - spec.vocab_axis, spec)
     if head.up is not None:
         z = z + _product(_product(hidden, present(head.down), 1, spec), head.up, 1, spec)
     # 0·inf of the weight's is nan, and so are the derivatives of what a cap or an infinite scale makes of it.
-    z = z if mask is None else jnp.where(mask[:, None], z, 0)
+    z = zeroed(mask, z)
     if (scale := head.logit_scale) is not None and head.bias is not None:
         # Of a column that is banned by its bias 0·(-inf) is 0, also in the scale's derivative.
         scale = jnp.where(jnp.isinf(head.bias), jax.lax.stop_gradient(scale), scale)[None, :]
     z = dataclasses.replace(head, logit_scale=scale).cap(z, head.bias, inverse_temperature)
-    return z if mask is None else jnp.where(mask[:, None], z, 0)
+    return zeroed(mask, z)
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, spec: HeadSpec) -> jax.Array:
@@ -67,28 +68,18 @@ def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Ar
     columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
     tile = LogitsTile(z, columns, None, batch.labels, head.tile_logit_weights(0, spec.vocab_size))
     row = Row(tile, log_p, p, lse, reference, log_sum)
-    values = {name: statistic.definition(row) for name, statistic in only(PRIMITIVES, names).items()}
-    if mask is not None:
-        values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}
-    return values
+    return zeroed(mask, {name: statistic.definition(row) for name, statistic in only(PRIMITIVES, names).items()})
 
 
 def divergences(
-    divergence: Divergence,
-    hidden: jax.Array,
-    head: Head,
-    mask: jax.Array | None,
-    teacher_hidden: jax.Array,
-    teacher_head: Head,
-    inverse_temperature: jax.Array | None,
+    divergence: Divergence, batch: Batch, head: Head, mask: jax.Array | None, teacher_hidden: jax.Array, teacher: Head
 ) -> jax.Array:
-    """The divergence `[N]` of two heads, by its definition; 0 where `mask [N]` is False."""
-    beta = divergence.beta
-    student = logits(Batch(hidden, None, inverse_temperature), head, mask)
-    teacher = logits(Batch(teacher_hidden, None, inverse_temperature), teacher_head, mask).astype(student.dtype)
-    usable = ~jnp.all(jnp.isneginf(student), axis=1) & ~jnp.all(jnp.isneginf(teacher), axis=1)
+    """The divergence `[N]` of two heads, both at the batch's temperatures; 0 where `mask [N]` is False."""
+    beta, z = divergence.beta, logits(batch, head, mask)
+    of_teacher = logits(batch._replace(hidden=teacher_hidden), teacher, mask).astype(z.dtype)
+    usable = ~jnp.all(jnp.isneginf(z), axis=1) & ~jnp.all(jnp.isneginf(of_teacher), axis=1)
     usable = usable if mask is None else usable & mask
-    log_p, log_q = (jax.nn.log_softmax(jnp.where(usable[:, None], z, 0.0)) for z in (student, teacher))
+    log_p, log_q = map(jax.nn.log_softmax, zeroed(usable, (z, of_teacher)))
     if divergence.name == "forward_kl":
         values = _kl(log_q, log_p)
     elif divergence.name == "reverse_kl":
@@ -96,8 +87,8 @@ def divergences(
     else:
         neither = jnp.isneginf(log_p) & jnp.isneginf(log_q)  # where log m cannot be differentiated, and is not needed
         p_side, q_side = jnp.where(neither, 0.0, log_p), jnp.where(neither, 0.0, log_q)
-        of_student, of_teacher = over_mixture(beta, p_side, q_side)
-        values = (beta * jnp.exp(log_q) * of_teacher + (1 - beta) * jnp.exp(log_p) * of_student).sum(axis=1)
+        p_over, q_over = over_mixture(beta, p_side, q_side)
+        values = (beta * jnp.exp(log_q) * q_over + (1 - beta) * jnp.exp(log_p) * p_over).sum(axis=1)
     return jnp.where(usable, not_negative(values), 0.0)
 
 

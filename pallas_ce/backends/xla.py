@@ -161,7 +161,6 @@ def _partial(head: Head, labels: jax.Array | None, names: frozenset[str], tile: 
 
 
 def _products(head: Head, batch: Batch, gradient: Gradient, tile: Tile, logits: jax.Array) -> Arrays:
-    """The products of one tile."""
     c, reference, argmax, needs, *_ = gradient
     weights = None if c.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
     bound = head.bound(batch.inverse_temperature)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head
@@ -17,7 +16,7 @@ from pallas_ce.statistics.logits import product
 from pallas_ce.statistics.row import only, struct
 from pallas_ce.streaming.gradient_products import BY_COLUMN, NO_ARRAYS, Arrays, PerInput, scale_gradient
 from pallas_ce.streaming.loops import vary_like
-from pallas_ce.streaming.rows import RowBlock, present
+from pallas_ce.streaming.rows import RowBlock, present, zeroed
 
 Statistics = dict[str, jax.Array]
 
@@ -129,7 +128,7 @@ class Call:
         inputs, agree on which outputs are batched, as JAX requires.
         """
         leaves = jax.tree.leaves((found, operands.inputs))
-        firsts = (lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in leaves)
+        firsts = (jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in leaves)
         zero = sum((jnp.sum(jnp.where(x != x, 0, 0), dtype=jnp.int32) for x in firsts), jnp.zeros((), jnp.int32))
         found = {k: x + zero.astype(x.dtype) for k, x in found.items()}
         return found, self.how.total(zero.astype(operands.head.spec.accumulator))
@@ -161,7 +160,7 @@ def gradient_of(
 ) -> tuple[Gradient, Batch]:
     """What kernels are given of the statistics' cotangents, 0 in rows not in `mask`, and the rows as `of_batch` has."""
     coefficients, batch = coef.of_batch(cotangents, statistics, batch)
-    coefficients, factor = coef.normalise(coef.select(coefficients, mask), head.largest_logit_weight)
+    coefficients, factor = coef.normalise(zeroed(mask, coefficients), head.largest_logit_weight)
     coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
     reference = statistics["max_logit"] if coefficients.prob is not None else None
     argmax = shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None
@@ -205,7 +204,7 @@ def sum_over_devices(
         operand, factor = _fitted(present(sums.down), head)
         # Behind a barrier: XLA would keep until now what it zeroed to find `low`, or as many zeros.
         zero = jnp.zeros((), rows.batch.hidden.dtype)
-        operand, counted, zero = lax.optimization_barrier((operand, rows.batch.hidden, zero))
+        operand, counted, zero = jax.lax.optimization_barrier((operand, rows.batch.hidden, zero))
         counted = counted if rows.mask is None else jnp.where(rows.mask[..., None], counted, zero)
         down = psum(factor * head.matmul(operand, counted, (0, 0)), shards.sums.down)
     own_sums = sums.where(needs_grad).of(BY_COLUMN, shards.sum_entries, shards.sums)

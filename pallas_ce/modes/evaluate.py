@@ -18,10 +18,9 @@ from pallas_ce.modes.call import Call, Known, Operands, Statistics, added, empty
 from pallas_ce.modes.forward import forward_statistics
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
-from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.gradient_products import INPUTS, NO_ARRAYS, Arrays, PerInput
-from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
+from pallas_ce.streaming.rows import constant_unless_any, flat_rows, present, with_placeholder_rows, zeroed
 
 _REFUSAL = (
     "pallas_ce computes first derivatives in reverse mode only: its gradients are streamed, not traced, and cannot be "
@@ -169,7 +168,7 @@ def _values(call: Call, operands: Operands, found: Statistics) -> jax.Array:
     mask, read, by_row = flat_rows(leading, (operands.mask, only(found, row_total.names), by_row))
     read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
     values = row_total(read, (by_row, constant_unless_any(mask, shared)))
-    return (values if mask is None else jnp.where(mask, values, 0)).reshape(leading)
+    return zeroed(mask, values).reshape(leading)
 
 
 def keep(call: Call, operands: Operands, needs_grad: PerInput[bool]) -> Known | None:

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import NO_WEIGHT, Head
@@ -35,7 +34,6 @@ def forward_statistics(how: How, names: frozenset[str], head: Head, *, before_gr
 
 
 def _local_statistics(before_gradient: bool, names: frozenset[str], how: How, local: Local) -> tuple[Statistics, None]:
-    """The statistics of the rows that came in on one device."""
     shards, rows, head, _ = local
     hidden, backend = rows.batch.hidden, how.backend
     tokens, whole = hidden.shape[0], how.block_sizes(head.spec, hidden.shape[0], None)
@@ -66,4 +64,4 @@ def _local_statistics(before_gradient: bool, names: frozenset[str], how: How, lo
     if parts.skips_rows:  # a loop in a branch would make XLA ask the host anyway
         few = chosen_by_device(few)
     every, counted = functools.partial(visit, None, whole), functools.partial(visit, rows.mask, parts)
-    return shards.own_rows(lax.cond(few, every, counted)), None
+    return shards.own_rows(jax.lax.cond(few, every, counted)), None

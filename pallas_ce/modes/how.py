@@ -13,9 +13,9 @@ from pallas_ce.backends import select
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend, Backward, Mode, Plan
 from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
 from pallas_ce.parallel.partitioning import known_device
-from pallas_ce.parallel.shards import Local, Shards
+from pallas_ce.parallel.shards import Local, Shards, psum
 from pallas_ce.streaming.budget import MOST_SCRATCH_BYTES, budget, default_bytes
-from pallas_ce.streaming.gradient_products import PerInput, needed_products
+from pallas_ce.streaming.gradient_products import PerInput
 
 # Below this many rows a block, in_forward's products run far below the machine's rate and recompute is faster.
 _USEFUL_ROWS = 64
@@ -76,8 +76,8 @@ class How:
         return rows if self.shards is None else self.shards.total(rows)
 
     def divisor(self, rows: jax.Array) -> jax.Array:
-        """The same sum where it divides each row's share of a total."""
-        return rows if self.shards is None else self.shards.divisor(rows)
+        """The same sum where it divides each row's share of a total: the devices' shares of its derivative add up."""
+        return rows if self.shards is None else psum(rows, self.shards.common)
 
     def block_sizes(self, spec: HeadSpec, tokens: int, mode: Mode | None, weight_sum: WeightSum = _NO_SUM) -> Plan:
         """Block sizes of a pass.
@@ -116,7 +116,7 @@ class How:
         plan: Plan,
     ) -> int:
         """Bytes of the sums that live beside the gradients; recompute finishes the weight's tile by tile."""
-        wide, size, needed = spec.accumulator.itemsize, spec.hidden_size, needed_products(needs_grad, spec.rank)
+        wide, size, needed = spec.accumulator.itemsize, spec.hidden_size, spec.needed_products(needs_grad)
         of_weight = weight_sum.bytes * (plan.rows < tokens) if weight_sum.bytes else spec.weight_rows * size * wide
         numbers = spec.weight_rows * (needed.bias + needed.vocab_scale + spec.rank * needed.up)
         numbers += spec.rank * (tokens * needed.down + size * needs_grad.down)
@@ -225,7 +225,7 @@ WORK: dict[Task, Work] = {
 }
 
 
-def of_pair(implementation: str | None) -> str | None:
+def implementation_of_pair(implementation: str | None) -> str | None:
     """The implementation of two heads where one head is given that: None where it serves no two."""
     return implementation if implementation in WORK["pair"].serving else None
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import materialized
@@ -35,7 +34,7 @@ from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import NO_AXES, Local, Shards, psum
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.row import finalise, only
-from pallas_ce.streaming.gradient_products import BY_ROW, NO_ARRAYS, Arrays, PerInput, WeightGradient, needed_products
+from pallas_ce.streaming.gradient_products import BY_ROW, NO_ARRAYS, Arrays, PerInput, WeightGradient
 from pallas_ce.streaming.rows import RowBlock, Rows
 
 # The sums that the gradients come from, with arrays in place of None; and for stored logits what undoes the
@@ -103,7 +102,7 @@ def _statistics_and_sums(
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     shards, rows, head, given = local
     spec, backend, tokens = head.spec, how.backend, rows.batch.hidden.shape[0]
-    wide, in_place, needs = spec.accumulator, local.adds_in_place, needed_products(needs_grad, spec.rank)
+    wide, in_place, needs = spec.accumulator, local.adds_in_place, spec.needed_products(needs_grad)
     weight_sum = how.weight_sum(spec, weight_dtype, needs_grad, given=in_place)
     plan = how.block_sizes(spec, tokens, "in_forward", weight_sum)
     alone = plan.rows >= tokens
@@ -139,8 +138,8 @@ def _statistics_and_sums(
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
     # Where every row counts each is written once, and nothing need be there before; nor where a first block, which is
     # visited, replaces all of the weight's sum.
-    by_row = lax.empty if rows.mask is None else jnp.zeros
-    replaced = lax.empty if alone or bits_shape is not None else backend.empty_sum
+    by_row = jax.lax.empty if rows.mask is None else jnp.zeros
+    replaced = jax.lax.empty if alone or bits_shape is not None else backend.empty_sum
     of_weight = replaced if blocks.all_visited and plan.vocab_size == spec.weight_rows else jnp.zeros
     empty = empty_statistics(call.names, rows.batch, head)
     init = NO_ARRAYS._replace(
@@ -149,7 +148,7 @@ def _statistics_and_sums(
         down=by_row((tokens, spec.rank), wide) if needs_grad.down else None,
     )
     init = head.with_column_sums(init, needs, spec.weight_rows)
-    bits = None if bits_shape is None else lax.empty(bits_shape, sum_dtype)
+    bits = None if bits_shape is None else jax.lax.empty(bits_shape, sum_dtype)
     found, sums, _ = blocks.for_each(body, (empty, init, bits))
     sums = head.without_padding(plan.vocab_size, sums, weight=not in_place)
     hidden_sum, of_head = sum_over_devices(local, needs_grad, sums, (kept_hidden, kept))

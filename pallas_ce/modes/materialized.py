@@ -9,13 +9,10 @@ float32 copy of narrower logits is ever larger than a block.
 On Hopper two kernels do so for all rows at once, without launches by the hundred: the second read misses the cache.
 """
 
-import functools
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Head
@@ -101,13 +98,6 @@ def local_statistics(names: frozenset[str], how: How, local: Local) -> tuple[Sta
     return stored.blocks().for_each(body, empty_statistics(names, local.rows.batch, local.head)), NO_ARRAYS
 
 
-@jax.named_scope("pallas_ce.materialized.forward")
-def row_statistics(how: How, names: frozenset[str], operands: Operands) -> Statistics:
-    """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
-    operation = streamed(how, functools.partial(local_statistics, names), whole_head=True)
-    return operation(operands.rows, operands.head, NO_ARRAYS)[0]
-
-
 @jax.named_scope("pallas_ce.materialized.backward")
 def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
@@ -115,7 +105,7 @@ def row_gradient(how: How, operands: Operands, kept: Statistics, cotangents: Sta
     def operation(how: How, local: Local) -> tuple[jax.Array, Arrays]:
         rows, (kept, cotangents) = local.rows, local.rows.more
         coefficients, batch = coef.of_batch(cotangents, kept, rows.batch)
-        more = coef.select(coefficients, rows.mask), kept
+        more = zeroed(rows.mask, coefficients), kept
         stored = StoredLogits(how, rows._replace(batch=batch, more=more), local.head)
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
@@ -139,9 +129,9 @@ def statistics_and_gradient(
         found, buffer = carry
         part = stored.of(block, buffer)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
-        statistics = lax.optimization_barrier(part.statistics(names))
+        statistics = jax.lax.optimization_barrier(part.statistics(names))
         cotangents = call.row_cotangents(statistics, block, (part.rows.more, shared_inputs))
-        coefficients = coef.select(coef.from_cotangents(cotangents, statistics), part.rows.mask)
+        coefficients = zeroed(part.rows.mask, coef.from_cotangents(cotangents, statistics))
         if "factor" in found:
             coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
             statistics["factor"] = jnp.broadcast_to(factor, part.rows.batch.leading)
@@ -149,6 +139,6 @@ def statistics_and_gradient(
         return block.put_each(found, statistics), block.put(buffer, dlogits)
 
     found = empty_statistics(call.names, rows.batch, head)
-    if head.spec.dtype == np.float16:  # dlogits, whose entries are p/N, could underflow before the upstream scalar
+    if head.spec.dtype == jnp.float16:  # dlogits, whose entries are p/N, could underflow before the upstream scalar
         found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
     return stored.blocks().for_each(body, (found, rows.batch.hidden)), NO_ARRAYS

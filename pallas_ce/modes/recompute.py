@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.head import NO_WEIGHT, Head
@@ -33,9 +32,8 @@ from pallas_ce.streaming.gradient_products import (
     PerInput,
     TileStep,
     WeightGradient,
-    needed_products,
 )
-from pallas_ce.streaming.rows import RowBlock, Rows, present
+from pallas_ce.streaming.rows import RowBlock, Rows, present, zeroed
 from pallas_ce.streaming.tiles import Tile, Tiles, pad
 
 # The forward's statistics that the backward reads; the head if it is gathered, once for both passes.
@@ -86,10 +84,10 @@ def _gradients(
     kept, cotangents = rows.more
     of_all, batch = gradient_of(cotangents, kept, shards, rows.batch, head, rows.mask)
     backend, tokens = how.backend, rows.batch.hidden.shape[0]
-    plan, needs = how.block_sizes(head.spec, tokens, "recompute"), needed_products(needs_grad, head.spec.rank)
+    plan, needs = how.block_sizes(head.spec, tokens, "recompute"), head.spec.needed_products(needs_grad)
 
     def products(block: RowBlock) -> TileStep:
-        coefficients = coef.select(jax.tree.map(block.take, of_all.coefficients), block.valid)
+        coefficients = zeroed(block.valid, jax.tree.map(block.take, of_all.coefficients))
         of_block, reference, argmax = jax.tree.map(block.take, (batch, of_all.reference, of_all.argmax))
         gradient = Gradient(coefficients, reference, argmax, needs, of_all.factor)
         return backend.recompute(head, of_block, gradient, plan, block)
@@ -122,7 +120,7 @@ def gradient_sums(
     # of a tile, all of it is scattered at the end.
     scattered = bool(shards.gathered_width) and not shards.gathered_vocabulary
     directly = only is not None and not scattered
-    in_place, needs = local.adds_in_place, needed_products(needs_grad, spec.rank)
+    in_place, needs = local.adds_in_place, spec.needed_products(needs_grad)
     shapes = (plan.columns, spec.hidden_size), (spec.weight_rows, spec.hidden_size // axis_size(shards.gathered_width))
     tile_shape, own_shape = shapes if spec.vocab_axis == 0 else (shape[::-1] for shape in shapes)
 
@@ -151,13 +149,13 @@ def gradient_sums(
                 if scattered:
                     share, total = (scale * share).astype(weight_dtype), total._replace(scale=None)
                     # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient.
-                    share = lax.optimization_barrier(shards.scatter_weight(share, spec.vocab_axis))
+                    share = jax.lax.optimization_barrier(shards.scatter_weight(share, spec.vocab_axis))
                 found = found._replace(weight=total.with_share(share, spec.vocab_axis))
 
         return found.of(BY_COLUMN, lambda x, total: tile.put(total, x), carry)
 
     # Tiles overwrite their slices of a new array; the rest is padding, which zeros fill.
-    blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
+    blank = jax.lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
     of_weight = given.weight if in_place else blank(own_shape if scattered else head.weight.shape, weight_dtype)
     init = NO_ARRAYS._replace(weight=of_weight if needs.weight else None)
     init = head.with_column_sums(head.with_row_sums(init, rows.batch, needs), needs, spec.weight_rows)

@@ -24,19 +24,10 @@ from pallas_ce.parallel.shards import Local, RowArrays, Shards, psum
 from pallas_ce.statistics import divergences as pairs
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
-from pallas_ce.statistics.logits import Distances, present
-from pallas_ce.statistics.row import spread
+from pallas_ce.statistics.logits import Distances
 from pallas_ce.streaming.budget import budget
-from pallas_ce.streaming.gradient_products import (
-    NO_ARRAYS,
-    Arrays,
-    PerInput,
-    TileStep,
-    WeightGradient,
-    needed_products,
-    put_in_sums,
-)
-from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput, TileStep, WeightGradient, put_in_sums
+from pallas_ce.streaming.rows import RowBlock, present, spread
 from pallas_ce.streaming.tiles import Columns, Tile, Tiles
 
 
@@ -212,7 +203,7 @@ def _gradients(
     inverse, mask = rows.batch.inverse_temperature, rows.mask
     teacher_hidden, found, cotangent = rows.more
     plan = block_sizes(how, head.spec, teacher.spec, rows.batch.hidden.shape[0], "recompute")
-    needs = needed_products(needs_grad, head.spec.rank)
+    needs = head.spec.needed_products(needs_grad)
     # Where the divergence is infinite no change of the logits helps: gradient 0. Where it is NaN so are the slopes.
     valid = ~jnp.isinf(found.value) if mask is None else ~jnp.isinf(found.value) & mask
     cotangent = jnp.where(valid, cotangent if inverse is None else cotangent * inverse, 0.0)

@@ -4,9 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.head import common_dtype
 from pallas_ce.objectives.post_training.sequences import token_mask
@@ -87,9 +86,9 @@ def linear_chain_crf(
     References:
         "Conditional Random Fields" (Lafferty, McCallum, Pereira), section 3.
     """
-    arguments.check_reduction(reduction, normalizer)
-    emissions = arguments.floating("emissions", emissions)
-    transitions, tags = arguments.floating("transitions", transitions), arguments.integers("tags", tags)
+    checks.check_reduction(reduction, normalizer)
+    emissions = checks.floating("emissions", emissions)
+    transitions, tags = checks.floating("transitions", transitions), checks.integers("tags", tags)
     if emissions.ndim < 2 or 0 in emissions.shape[-2:]:
         raise ValueError(f"emissions has shape {emissions.shape}; it must be [..., T, K] with T and K at least 1")
     *batch, length, candidates = emissions.shape
@@ -101,7 +100,7 @@ def linear_chain_crf(
             f"transitions has shape {transitions.shape}; it must be {square}, or {(*batch, length - 1, *square)} with "
             "one matrix for each pair of neighbours"
         )
-    valid, normalizer = token_mask(mask, tags.shape), arguments.normalizer(normalizer)
+    valid, normalizer = token_mask(mask, tags.shape), checks.normalizer(normalizer)
     return _linear_chain_crf(reduction, label_rule.as_array(tags), emissions, transitions, valid, normalizer)
 
 
@@ -162,7 +161,7 @@ def _losses(emissions: jax.Array, tags: jax.Array, transitions: jax.Array, live:
     emissions = jnp.where(live[..., None], emissions - own[..., None], 0.0)
     first, of_first = _without_largest(emissions[:, 0])
     by_position = (jnp.moveaxis(emissions, 1, 0)[1:], live.T[1:], moves.T, between)
-    alpha, of_others = lax.scan(step, vary_like(first, (transitions, live)), by_position)
+    alpha, of_others = jax.lax.scan(step, vary_like(first, (transitions, live)), by_position)
     loss = of_first + jnp.sum(of_others, axis=0) + _log_sum_exp(alpha)
     return jnp.where(may_emit & may_move | jnp.isnan(loss), loss, jnp.inf)
 
@@ -175,7 +174,7 @@ def _possible(scores: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def _without_largest(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`alpha [B, K]` less each row's largest entry, a constant, and that entry; where it is not finite, 0 for it."""
-    largest = lax.stop_gradient(jnp.max(alpha, axis=1))
+    largest = jax.lax.stop_gradient(jnp.max(alpha, axis=1))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     return alpha - largest[:, None], largest
 

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import specs
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
-from pallas_ce.api.specs import PrecisionLike, WeightLike
+from pallas_ce.api.specs import PrecisionLike, WeightLike, read_weight
 from pallas_ce.head import common_dtype
 from pallas_ce.statistics.cross_entropy import Metrics
 
@@ -94,7 +93,7 @@ def multi_task_cross_entropy(
         raise TypeError(f"tasks is a {type(tasks).__name__}; it must be a mapping of names to Tasks")
     if not tasks:
         raise ValueError("tasks is empty; give at least one Task by name")
-    hidden = arguments.array("hidden", hidden)
+    hidden = checks.array("hidden", hidden)
     # The heads read it in float32, exactly, and round it back: their gradients then meet in float32, and the transpose
     # of this conversion is the one rounding.
     wide = hidden.astype(common_dtype(hidden.dtype, jnp.float32))
@@ -108,10 +107,10 @@ def multi_task_cross_entropy(
                 raise TypeError(f"options is a {type(task.options).__name__}; it must be a mapping of names to values")
             if "return_metrics" in task.options or task.options.get("reduction") == "none":
                 raise ValueError("options may have neither return_metrics nor reduction='none': losses are scalars")
-            compute = dtype or common_dtype(hidden.dtype, specs.read_weight(task.weight).weight.dtype)
+            compute = dtype or common_dtype(hidden.dtype, read_weight(task.weight).weight.dtype)
             options = {"dtype": compute, "precision": precision, **task.options, "return_metrics": True}
             losses[name], metrics[name] = linear_cross_entropy(wide, task.weight, task.labels, **options)
-            total += jnp.asarray(arguments.scalar("task_weight", task.task_weight), losses[name].dtype) * losses[name]
+            total += jnp.asarray(checks.scalar("task_weight", task.task_weight), losses[name].dtype) * losses[name]
         except (ValueError, TypeError) as error:
             error.add_note(f"This is about the task {name!r}.")
             raise

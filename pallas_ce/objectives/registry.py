@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 from pallas_ce.api.linear_loss import linear_loss
 from pallas_ce.api.materialized import chunked_cross_entropy, cross_entropy, mean_squared_lse
@@ -61,11 +61,11 @@ class LossConfig:
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), type(field.default)
             if not isinstance(value, kinds[kind]) or isinstance(value, bool):
-                raise TypeError(f"{field.name}={arguments.shown(value)} must be of type {kind.__name__}")
-        arguments.integer("ce_chunk_size", self.ce_chunk_size, "a positive int, or 0 for 4096", 0)
-        arguments.scalar("z_loss_weight", self.z_loss_weight, 0.0)
-        arguments.scalar("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        arguments.scalar("logit_softcap", self.logit_softcap, 0.0)
+                raise TypeError(f"{field.name}={checks.shown(value)} must be of type {kind.__name__}")
+        checks.integer("ce_chunk_size", self.ce_chunk_size, "a positive int, or 0 for 4096", 0)
+        checks.scalar("z_loss_weight", self.z_loss_weight, 0.0)
+        checks.scalar("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        checks.scalar("logit_softcap", self.logit_softcap, 0.0)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "config") -> "LossConfig":
@@ -85,7 +85,7 @@ class LossConfig:
                 raise ValueError(f"{source} sets {outside[0]} outside its section [train]; move it there")
             values, source = values["train"], f"[train] of {source}"
         if not isinstance(values, Mapping):
-            raise ValueError(f"{source} is {arguments.shown(values)}; it must be a section of keys and values")
+            raise ValueError(f"{source} is {checks.shown(values)}; it must be a section of keys and values")
         if unknown := [name for name in values if name not in known]:
             raise ValueError(f"{source} has the unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
         try:
@@ -138,7 +138,7 @@ def register_loss(name: str, loss_fn: LossFn, *, takes: Takes = "logits") -> Non
         >>> print(build_loss_fn({"loss_fn": "squared_error"})(jnp.eye(3), jnp.array([0, 1, 1])))
         0.33333334
     """
-    arguments.choice("takes", takes, tuple(_ARGUMENTS))
+    checks.choice("takes", takes, tuple(_ARGUMENTS))
     called = _ARGUMENTS[takes]
     if not isinstance(name, str) or not name:
         raise TypeError(f"name={name!r} must be a non-empty string")

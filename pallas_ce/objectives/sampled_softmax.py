@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.head_options import SampledOptions, documented
 from pallas_ce.api.problem import Problem
@@ -18,7 +18,7 @@ from pallas_ce.head import Batch
 from pallas_ce.parallel.entry import program, replicated
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.labels import NO_TARGET, canonical
-from pallas_ce.statistics.logits import present
+from pallas_ce.streaming.rows import present, zeroed
 
 
 class ClassSample(NamedTuple):
@@ -72,7 +72,7 @@ def _drawn(sampler: ClassSampler, key: Any, num_samples: int, vocab_size: int) -
     drawn = sampler(key, num_samples, vocab_size)
     try:
         given, log_expected = drawn
-        ids, log_expected = arguments.ids("ids", given), jnp.asarray(log_expected)
+        ids, log_expected = checks.ids("ids", given), jnp.asarray(log_expected)
     except (TypeError, ValueError) as error:
         raise TypeError(f"sampler returned a {type(drawn).__name__}; it must return a ClassSample") from error
     for name, x, kind, size in (
@@ -151,20 +151,20 @@ def sampled_softmax_cross_entropy(
     References:
         "On Using Very Large Target Vocabulary for Neural Machine Translation" (Jean et al.), section 3.
     """
-    problem = Problem.read(hidden, weight, arguments.ids("labels", labels), **options)
+    problem = Problem.read(hidden, weight, checks.ids("labels", labels), **options)
     vocab_size = problem.spec.vocab_size
-    num_samples = arguments.count("num_samples", num_samples, vocab_size, f"vocab_size={vocab_size}")
+    num_samples = checks.count("num_samples", num_samples, vocab_size, f"vocab_size={vocab_size}")
     scale = options.get("logit_scale", 1.0)
-    if log_expected_correction and arguments.is_known(scale, 0.0):
+    if log_expected_correction and checks.is_known(scale, 0.0):
         raise ValueError(f"logit_scale={scale!r} takes away the logits that log_expected_correction corrects")
     if isinstance(sampler, str):
-        arguments.choice("sampler", sampler, tuple(SAMPLERS))
+        checks.choice("sampler", sampler, tuple(SAMPLERS))
         sampler = SAMPLERS[sampler]
     elif not callable(sampler):
         raise TypeError(
             f"sampler={sampler!r} must be a name or a function (key, num_samples, vocab_size) -> ClassSample"
         )
-    return _sampled_softmax(num_samples, sampler, bool(log_expected_correction), problem, arguments.key(key))
+    return _sampled_softmax(num_samples, sampler, bool(log_expected_correction), problem, checks.key(key))
 
 
 @program(static=3, by_row=lambda count, sampler, correction, problem, key: problem.options.by_row)
@@ -173,7 +173,7 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
     batch, head, mask = problem.flat_rows_that_count()
     mask = present(mask)
     # Rows that do not count must not reach the gradients: neither a nan nor its product with a gradient of 0.
-    hidden, targets = jnp.where(mask[:, None], batch.hidden, 0), jnp.where(mask, present(batch.labels), 0)
+    hidden, targets = zeroed(mask, (batch.hidden, present(batch.labels)))
     drawn = _drawn(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
     # An id that is drawn twice keeps the first place, so that the second does not find itself there.
@@ -229,8 +229,7 @@ def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, proble
     products = product(hidden, own.weight, axis)
     if own.up is not None:
         products = products + product(present(head.with_low(Batch(hidden)).low), own.up, 0)
-    own_bias = None if own.bias is None else jnp.where(mask, own.bias, 0)
-    target = head.cap(jnp.where(mask, products, 0), own_bias)
+    target = head.cap(*zeroed(mask, (products, own.bias)))
     # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.
     drawn_by_accident = places != NO_TARGET
     lse, target_in_sum = present(found.lse), present(found.target_logit)

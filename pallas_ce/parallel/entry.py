@@ -18,22 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend import core as jex
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ce.head import Head
-from pallas_ce.parallel.partitioning import (
-    Names,
-    apart_over_width,
-    known_device,
-    row_names,
-    spec_of,
-    split,
-    weight_names,
-)
+from pallas_ce.parallel.partitioning import apart_over_width, known_device, row_names, spec_of, split, weight_names
 from pallas_ce.parallel.reverse_mode import FORWARD_MODE, REFUSAL
 from pallas_ce.parallel.shards import Axes, Local, RowArrays, Shards, without
 from pallas_ce.streaming.gradient_products import BY_COLUMN
@@ -105,7 +96,7 @@ def streamed(how: Any, operation: Callable[..., tuple[Any, Any]], *, whole_head:
         local = Local(shards, rows._replace(batch=head.with_low(rows.batch)), head, sums)
         cuda, *others = (functools.partial(operation, variant) for variant in how.variants(local))
         if others:  # both are traced and must return the same types; only one is lowered
-            by_row, of_head = lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])
+            by_row, of_head = jax.lax.platform_dependent(local, *shared, cuda=cuda, default=others[0])
         else:
             by_row, of_head = cuda(local, *shared)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
@@ -177,11 +168,11 @@ def over_rows(operation: Operation) -> Operation:
                 chosen = [next(example) if b else x for x, b in zip(leaves, flags, strict=True)]
                 return batched(*jax.tree.unflatten(structure, chosen))
 
-            out = lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])
+            out = jax.lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])
         else:
             # The batch is one more leading dimension of every array by row.
             folded = jax.tree.map(
-                lambda x, b: x if b else lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1))),
+                lambda x, b: x if b else jax.lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1))),
                 arguments[0],
                 is_batched[0],
             )
@@ -220,7 +211,6 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
             return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))(*leaves)
 
         def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
-            del result
             specs = [spec_of(mesh, operand.sharding, operand.ndim) for operand in given[:count]]
             given_specs = jax.tree.unflatten(structure, specs)
             axes, shards = split(mesh, given_specs, rows, parted)
@@ -232,7 +222,7 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
 
             apart = apart_over_width(mesh, given_specs, rows, parted, axes)
 
-            def place(dims: Names, axes: dict[str, Axes]) -> NamedSharding:
+            def place(dims: tuple[str, ...], axes: dict[str, Axes]) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
 
             def local(*operands: jax.Array) -> list[jax.Array]:
@@ -262,7 +252,7 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
     return entered
 
 
-def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list[Names]:
+def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list[tuple[str, ...]]:
     """The dimensions of the leaves of `parts`: arrays by row, the head's and sums for it, then what all rows share.
 
     A dimension that stays whole gets a name of its own, since equal names would mean equal sizes. The vocabulary of a
@@ -272,7 +262,7 @@ def _names(prefix: str, rows: RowArrays, head: Head | None, *parts: Any) -> list
     found = []
     for place, part in enumerate(parts):
         for path, x in jax.tree.leaves_with_path(part):
-            names: Names = ()
+            names: tuple[str, ...] = ()
             if place == 0:
                 names = row_names(rows)
             elif head is not None and (place <= 2 or isinstance(part, Head)):
@@ -296,15 +286,13 @@ def _replicated(x: jax.Array) -> jax.Array:
     call = custom_partitioning(lambda x: x)
 
     def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
-        del given, result
         place = NamedSharding(mesh, PartitionSpec())
         return mesh, lambda x: x, place, (place,)
 
     here, there = (ArrayMapping(*(f"{side}{axis}" for axis in range(x.ndim))) for side in ("in", "out"))
     rule = SdyShardingRule((here,), (there,))
     call.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
-    found: jax.Array = call(x)
-    return found
+    return call(x)
 
 
 _replicated.def_vmap(lambda size, batched, x: (_replicated(x), batched[0]))

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
-from jax import lax
 
 from pallas_ce.parallel.shards import NO_AXES, Axes, Shards, lay_out, without
 from pallas_ce.streaming.gradient_products import PerInput
@@ -184,11 +183,11 @@ def refuse_shift(shift: int, rows: Any) -> None:
 
 def _is_tracked() -> bool:
     """Whether JAX tracks over which axes of a surrounding `shard_map` values vary (`check_vma=True`)."""
-    return any(varying(lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes)
+    return any(varying(jax.lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _of_several_devices(axes: Iterable[str]) -> Axes:
-    return tuple(sorted(axis for axis in axes if lax.axis_size(axis) > 1))
+    return tuple(sorted(axis for axis in axes if jax.lax.axis_size(axis) > 1))
 
 
 def _devices(axes: Iterable[str]) -> int:
@@ -196,7 +195,7 @@ def _devices(axes: Iterable[str]) -> int:
     count = 1
     for axis in axes:
         try:
-            count *= lax.axis_size(axis)
+            count *= jax.lax.axis_size(axis)
         except NameError as error:
             raise ValueError(
                 f"mesh_axes names {axis!r}, which is not an axis of a surrounding shard_map; under jit alone leave "

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -95,7 +94,7 @@ class Apart(NamedTuple):
         """Rows and head as they are worked on, from what comes in."""
         if self.hidden:
             hidden = rows.batch.hidden
-            hidden = lax.all_to_all(hidden, self.hidden, self.dimension, hidden.ndim - 1, tiled=True)
+            hidden = jax.lax.all_to_all(hidden, self.hidden, self.dimension, hidden.ndim - 1, tiled=True)
             rows = rows._replace(batch=rows.batch._replace(hidden=hidden))
         if head is not None:
             head = Shards(gathered_width=self.weight).gather(head)

@@ -27,11 +27,10 @@ from jax.flatten_util import ravel_pytree
 
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.labels import NO_TARGET
-from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, merge
 from pallas_ce.statistics.table import as_large
 from pallas_ce.streaming.gradient_products import BY_COLUMN, NO_ARRAYS, Arrays, PerInput
-from pallas_ce.streaming.rows import spread
+from pallas_ce.streaming.rows import present, spread
 
 Axes = tuple[str, ...]
 NO_AXES: PerInput[Axes] = NO_ARRAYS.map(lambda _: ())
@@ -69,8 +68,7 @@ class Shards:
     @property
     def common(self) -> Axes:
         """The axes that split both rows and weight: a sum over rows is over all rows of their devices."""
-        weight = self.vocabulary + self.gathered
-        return tuple(axis for axis in self.rows if axis in weight)
+        return tuple(axis for axis in self.rows if axis in self.vocabulary + self.gathered)
 
     def enter(self, rows: RowArrays, head: Head) -> tuple[RowArrays, Head]:
         """The device's rows, gathered, its columns of the head, and labels counted from the first of them."""
@@ -184,10 +182,6 @@ class Shards:
         if not self.common:
             return rows
         return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
-
-    def divisor(self, rows: jax.Array) -> jax.Array:
-        """The same sum, as what each device's rows are divided by: their shares of its derivative add up."""
-        return psum(rows, self.common)
 
 
 class Local(NamedTuple):

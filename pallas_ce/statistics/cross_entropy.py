@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.streaming.rows import zeroed
+
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -52,8 +54,7 @@ def reduce_rows(
     makes a sum over these rows one over all rows that the call is about.
     """
     weights = jnp.ones_like(values) if token_weights is None else token_weights.astype(values.dtype)
-    if mask is not None:
-        values, weights = jnp.where(mask, values, 0.0), jnp.where(mask, weights, 0.0)
+    values, weights = zeroed(mask, (values, weights))
     weighted = values if token_weights is None else zero_safe_product(weights, values)
     if reduction == "none":
         return weighted

@@ -24,14 +24,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.head import Batch
 from pallas_ce.statistics.labels import NO_TARGET, repeated
 from pallas_ce.statistics.logits import places_in_tile, present, reference_of
-from pallas_ce.statistics.row import primitive_names, spread
+from pallas_ce.statistics.row import primitive_names
 from pallas_ce.statistics.table import PRIMITIVES, Values
 from pallas_ce.statistics.table import Coefficients as Coefficients
+from pallas_ce.streaming.rows import spread, zeroed
 
 
 def saved_statistics(names: frozenset[str]) -> frozenset[str]:
@@ -57,7 +57,7 @@ def from_cotangents(
     if coefficients.prob is None:
         return coefficients
     # A row of -inf only has no distribution to change: gradient 0.
-    return select(coefficients, ~jnp.isneginf(statistics["max_logit"]))
+    return zeroed(~jnp.isneginf(statistics["max_logit"]), coefficients)
 
 
 def of_batch(cotangents: Values, statistics: Values, batch: Batch) -> tuple[Coefficients, Batch]:
@@ -107,13 +107,6 @@ def each_once(values: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arra
     return pick(jnp.where(counts, totals, 0), back), pick(jnp.where(counts, ids, NO_TARGET), back)
 
 
-def select(coefficients: Coefficients, valid: jax.Array | None) -> Coefficients:
-    """Exactly 0 in the rows where `valid [n]` is False (None: all are): selected, because 0·nan is not 0."""
-    if valid is None:
-        return coefficients
-    return jax.tree.map(lambda c: jnp.where(spread(valid, c), c, 0.0), coefficients)
-
-
 # Exponents are read and written as bits: `jnp.frexp` and `jnp.ldexp` of JAX 0.12.0 do not tell over which mesh axes
 # their results vary, which a checked `shard_map` refuses.
 def exponent_above(x: jax.Array) -> jax.Array:
@@ -124,14 +117,14 @@ def exponent_above(x: jax.Array) -> jax.Array:
     facts = np.finfo(x.dtype)
     x = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0), initial=0.0)
     x = jnp.where(x == 0, jnp.ones((), x.dtype), x)
-    return (lax.bitcast_convert_type(x, _integers(facts)) >> facts.nmant).astype(jnp.int32) - (facts.maxexp - 2)
+    return (jax.lax.bitcast_convert_type(x, _integers(facts)) >> facts.nmant).astype(jnp.int32) - (facts.maxexp - 2)
 
 
 def power_of_two(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
     """`2**exponent`, exact; the nearest normal number of `dtype` where that is none."""
     facts = np.finfo(dtype)
     biased = jnp.clip(exponent, facts.minexp, facts.maxexp - 1) + (facts.maxexp - 1)
-    return lax.bitcast_convert_type(biased.astype(_integers(facts)) << facts.nmant, dtype)
+    return jax.lax.bitcast_convert_type(biased.astype(_integers(facts)) << facts.nmant, dtype)
 
 
 def _integers(facts: "np.finfo[Any]") -> np.dtype:  # in quotes: NumPy 2.1 cannot subscript it

@@ -73,16 +73,6 @@ NO_ARRAYS: Arrays = PerInput.by_name(lambda _: None)
 NO_GRADIENT: PerInput[bool] = PerInput.by_name(lambda _: False)
 
 
-def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:
-    """The products that gradients are made of; other inputs have none, and neither buffers nor collectives.
-
-    The scale's gradient comes from hidden's and the bias's products, see `scale_gradient`.
-    """
-    hidden, bias = needs_grad.hidden or needs_grad.logit_scale, needs_grad.bias or needs_grad.logit_scale
-    down = bool(rank) and (hidden or needs_grad.down)
-    return needs_grad._replace(hidden=hidden, bias=bias, logit_scale=False, down=down)
-
-
 class WeightGradient(NamedTuple):
     """Where a share of the weight's gradient goes; a mode makes it for each share."""
 

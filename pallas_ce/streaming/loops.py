@@ -4,7 +4,6 @@ Inside a `shard_map` with `check_vma=True` a loop's carry must not change its ty
 device's own rows do: they start the same on all devices and differ afterwards.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +25,22 @@ def chosen_by_device(predicate: jax.Array) -> jax.Array:
     return predicate
 
 
+def apart[T](arrays: T) -> T:
+    """The arrays, each with memory of its own for a kernel's operands, or for its results.
+
+    XLA lets a kernel read a slice, ours or a user's, and write into one, in place (`dynamic_slice_fusion`). Slices
+    begin anywhere, where Mosaic and cuBLAS want multiples. And a result that takes an operand's memory would be lost:
+    the kernel writes over the operand, and XLA reads the slice. Behind a barrier XLA copies slices, but not whole
+    arrays. Each array has a barrier of its own: of one around all results of a kernel XLA warns.
+    """
+    return jax.tree.map(lax.optimization_barrier, arrays)
+
+
 def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """`lax.fori_loop`, whose carry varies from the start over the mesh axes that the body makes it vary over."""
     while jax.sharding.get_abstract_mesh().manual_axes:
         declared = jax.tree.map(vary_like, init, jax.eval_shape(body, jnp.int32(0), init))
-        if all(map(operator.is_, jax.tree.leaves(declared), jax.tree.leaves(init))):
+        if all(x is y for x, y in zip(jax.tree.leaves(declared), jax.tree.leaves(init), strict=True)):
             break
         init = declared
     return lax.fori_loop(start, stop, body, init)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 # Entries of a group where the rule is free to choose, and rows so short that they are sorted as they are.
 _GROUP = 8
@@ -29,7 +28,7 @@ class Largest(NamedTuple):
 
 def top_k(values: jax.Array, k: int) -> Largest:
     """As `lax.top_k` of `values [n, m]`, `k <= m`, but a NaN with a minus sign does not come last."""
-    found, places = lax.top_k(jnp.where(jnp.isnan(values), jnp.nan, values), k)
+    found, places = jax.lax.top_k(jnp.where(jnp.isnan(values), jnp.nan, values), k)
     return Largest(found, places.astype(jnp.int32))
 
 
@@ -51,9 +50,9 @@ def largest_in_groups(groups: jax.Array, k: int, maxima: jax.Array | None = None
     n, m, size = groups.shape
     if maxima is None:  # NaN where a group has one, which XLA's own maximum on a CPU passes over
         lowest = jnp.array(-jnp.inf, groups.dtype)
-        maxima = lax.reduce(groups, lowest, lambda a, b: jnp.where((a > b) | jnp.isnan(a), a, b), (2,))
+        maxima = jax.lax.reduce(groups, lowest, lambda a, b: jnp.where((a > b) | jnp.isnan(a), a, b), (2,))
     # In order of their places, so that the first of equal entries is at the lowest place.
-    chosen = lax.sort(largest(maxima, min(k, m)).places, is_stable=False)
+    chosen = jax.lax.sort(largest(maxima, min(k, m)).places, is_stable=False)
     entries = jnp.take_along_axis(groups, chosen[:, :, None], axis=1, mode="promise_in_bounds")
     found = largest(entries.reshape(n, -1), k)
     group = jnp.take_along_axis(chosen, found.places // size, axis=1, mode="promise_in_bounds")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_ce as P
-from pallas_ce.streaming import noise
+from pallas_ce.api import sampling
 from tests.pallas_ce import plain
 from tests.pallas_ce.oracle import LOW_RANK_SCALE
 from tests.pallas_ce.plain import Arrays
@@ -337,7 +337,7 @@ def _plain_sample(s: Sizes, a: Arrays, *_: Any, temperature: float, **limits: An
     left &= before < limits.get("top_p", 2.0)
     left &= jnp.exp(tempered - jnp.max(tempered, axis=1, keepdims=True)) >= limits.get("min_p", 0.0)
     kept = jnp.where(left, tempered, -jnp.inf)
-    added = noise.gumbel(noise.row_keys(KEY, s.rows), jnp.arange(s.classes), np.dtype(np.float32))[s.counted]
+    added = sampling.gumbel(sampling.row_keys(KEY, s.rows), jnp.arange(s.classes), np.dtype(np.float32))[s.counted]
     lost, sure = jnp.any(jnp.isnan(z), axis=1), jnp.any(jnp.isposinf(z), axis=1)
     ids = jnp.argmax(jnp.where((lost | sure)[:, None], z, kept + added), axis=1)
     log_p = jnp.take_along_axis(kept, ids[:, None], axis=1)[:, 0] - jax.nn.logsumexp(kept, axis=1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_sample
-from pallas_ce.streaming import noise
+from pallas_ce.api import sampling
 from tests.pallas_ce import oracle
 from tests.pallas_ce.problems import make
 from tests.pallas_ce.streamed import exact_head, log_softmax, no_stored_logits, stored_logits
@@ -97,7 +97,7 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
             key, given["hidden"], weight, bias=given["bias"], row_mask=mask, vocab_axis=axis, scratch_bytes=scratch,
             **head, **limits,
         )  # fmt: skip
-        added = np.asarray(noise.gumbel(noise.row_keys(key, n), jnp.arange(vocab_size), dtype), np.float64)
+        added = np.asarray(sampling.gumbel(sampling.row_keys(key, n), jnp.arange(vocab_size), dtype), np.float64)
         got = jax.tree.map(np.asarray, found)
     assert got.log_probs.dtype == dtype
     temperature, z = limits["temperature"], stored_logits(**oracle.to64(arrays), scale=head["logit_scale"], **head)
@@ -140,8 +140,8 @@ def test_rows_and_keys_are_independent() -> None:
 
 def test_the_largest_of_a_million_noises_are_all_different() -> None:
     """The largest decide samples from large vocabularies; of 24 bits, dozens of the first thousand would be equal."""
-    keys = noise.row_keys(KEY, 1)
-    largest = np.sort(np.asarray(noise.gumbel(keys, jnp.arange(2**20), np.dtype(np.float32)))[0])[-1000:]
+    keys = sampling.row_keys(KEY, 1)
+    largest = np.sort(np.asarray(sampling.gumbel(keys, jnp.arange(2**20), np.dtype(np.float32)))[0])[-1000:]
     assert len(np.unique(largest)) > 990
     # The cumulative distribution exp(-exp(-g)) is uniform; the largest of n lies at about 1 - 1/n.
     assert 2e-8 < -np.expm1(-np.exp(-np.float64(largest[-1]))) < 2e-5

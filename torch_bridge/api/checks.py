@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pallas_ce import LowRank
 from pallas_ce.api import integration
-from pallas_ce.api.integration import PrecisionLike
+from pallas_ce.api.integration import PrecisionLike, label_rule
 from torch_bridge.autograd import NAMESPACE
 from torch_bridge.dlpack import exchange
 from torch_bridge.materialized.chunks import wide
@@ -49,7 +49,7 @@ class Head(NamedTuple):
 
 def weight(given: Tensor | LowRank) -> LowRank:
     """The tensors of a weight `[V', H]`; `up` and `down` are None where it has no term."""
-    read: LowRank = integration.read_low_rank(given, floating, "linear_weight")
+    read: LowRank = integration.read_weight(given, floating, "linear_weight")
     if read.weight.ndim != 2:
         order = _ORDER if read.weight.ndim > 2 else ""
         order = f": {exchange.SHARDED}" if getattr(read.weight, "_fsdp_flattened", False) else order
@@ -135,7 +135,7 @@ def loss(
     leading: Sequence[int], size: int, dtype: torch.dtype, target: Tensor, *, shift: int = 0, **options: Any
 ) -> dict[str, Tensor | None]:
     """The tensors of cross entropy beside its logits; `size` is V."""
-    integration.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
+    integration.checks.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
     shape("class_weights", options.get("class_weights"), (size,))
     return {
         "target": labels(target, leading, shift=shift, size=size, **options),
@@ -156,7 +156,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], further: Collec
 def kept(options: Mapping[str, Any]) -> None:
     """Checks options of cross entropy that are kept for later calls, as far as they need no tensors."""
     reduction, backward = options.get("reduction", "mean"), options.get("backward", "auto")
-    integration.check_reduction(reduction, options.get("normalizer"), backward)
+    integration.checks.check_reduction(reduction, options.get("normalizer"), backward)
     scalars(torch.float32, options, "label_smoothing", "z_loss", "logit_scale", "normalizer")
 
 
@@ -199,7 +199,7 @@ def size(vocab_size: int | None, most: int, of: str) -> int:
     """V, which is `most` by default."""
     if vocab_size is None:
         return most
-    if not integration.is_int(vocab_size) or not 1 <= vocab_size <= most:
+    if not integration.checks.is_int(vocab_size) or not 1 <= vocab_size <= most:
         raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the number of {of}, {most}")
     return vocab_size
 
@@ -231,8 +231,8 @@ def labels(
         order = _CLASSES_LAST if target.shape == (*leading[:1], *leading[2:], size) and leading[1:] else order
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}{order}")
     if validate_labels:
-        target = _with_valid_values(target, size, integration.read_ignore_index(ignore_index))
-    return _by_row_shifted(target if target.dtype in _LABELS else target.long(), shift, leading, integration.NO_TARGET)
+        target = _with_valid_values(target, size, integration.checks.ignored(ignore_index))
+    return _by_row_shifted(target if target.dtype in _LABELS else target.long(), shift, leading, label_rule.NO_TARGET)
 
 
 def _order(of_tokens: Sequence[int], leading: Sequence[int], size: int) -> str:
@@ -249,7 +249,7 @@ def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> 
         raise ValueError(
             f"support takes one target of each row, {tuple(leading)}, and target has shape {tuple(target.shape)}"
         )
-    return _by_row_shifted(ids if ids.dtype in _LABELS else ids.long(), shift, leading, integration.NO_TARGET)
+    return _by_row_shifted(ids if ids.dtype in _LABELS else ids.long(), shift, leading, label_rule.NO_TARGET)
 
 
 def _integers(name: str, tensor: Tensor) -> None:
@@ -266,7 +266,7 @@ def _several(ids: Tensor, leading: Sequence[int]) -> bool:
 def _by_row_shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) -> Tensor:
     """`[N, *K]` values of tokens `[..., *K]` at the rows that predict these; `fill` where there is none."""
     # The default costs no check; False would be an error.
-    if (type(shift) is int and shift == 0) or not (shift := integration.check_shift(shift, by_token, tuple(leading))):
+    if (type(shift) is int and shift == 0) or not (shift := integration.checks.shift(shift, by_token, tuple(leading))):
         return by_row(by_token, leading)
     behind = by_token.narrow(len(leading) - 1, gone := min(shift, leading[-1]), leading[-1] - gone)
     return by_row(nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill), leading)
@@ -275,7 +275,7 @@ def _by_row_shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: 
 # An operator, which torch.compile does not trace. Its result is used, so that it stays in the program.
 @torch.library.custom_op(f"{NAMESPACE}::with_valid_values", mutates_args=())
 def _with_valid_values(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
-    integration.check_label_values(target.numpy(force=True), ignore_index, vocab_size, "target")
+    label_rule.check(target.numpy(force=True), ignore_index, vocab_size, "target")
     return target.clone()
 
 
@@ -296,7 +296,7 @@ def shape(name: str, tensor: Tensor | None, expected: Sequence[int], hint: str =
 def temperature(value: float | Tensor, leading: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
     """A number, which is compiled in, or else a tensor `[]` or `[N]` in the dtype of the sums."""
     if not isinstance(value, Tensor):
-        if not isinstance(number := integration.check_temperature(value, tuple(leading)), float):
+        if not isinstance(number := integration.checks.temperature(value, tuple(leading)), float):
             raise TypeError(f"temperature is a {type(value).__name__}; it must be a number or a torch.Tensor")
         return {"fixed_temperature": number}
     exchange.check_dense("temperature", value)
@@ -322,6 +322,6 @@ def scalars(dtype: torch.dtype, given: Mapping[str, Any], *names: str) -> dict[s
         if isinstance(value, Tensor):
             shape(name, value, ())
             found[name] = value.to(wide(dtype))
-        elif (number := integration.check_scalar(name, value, *bounds)) != absent:
+        elif (number := integration.checks.scalar(name, value, *bounds)) != absent:
             found[name] = torch.tensor(number, dtype=wide(dtype), device="cpu")
     return found

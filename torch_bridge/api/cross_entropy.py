@@ -72,7 +72,7 @@ def cross_entropy(
     size, leading = checks.size(vocab_size, logits.shape[-1], "the logits' columns"), logits.shape[:-1]
     check_inplace(logits, inplace_backward)
     given = checks.loss(leading, size, logits.dtype, target, **options)
-    ignore_index = integration.read_ignore_index(options.get("ignore_index", -100))
+    ignore_index = integration.checks.ignored(options.get("ignore_index", -100))
     reduction = options.get("reduction", "mean")
     tensors = {name: x for name, x in given.items() if x is not None}
     everything = {"logits": logits, **tensors}

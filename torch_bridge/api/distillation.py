@@ -166,7 +166,7 @@ def _checked(
     input: Tensor, linear_weight: Any, teacher_input: Tensor, teacher_weight: Tensor, options: dict[str, Any]
 ) -> tuple[checks.Head, dict[str, Any]]:
     """The student's head, and what the operators take but for which rows count."""
-    integration.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
+    integration.checks.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
     head = checks.head(input, linear_weight, **options)
     bias, scale = options.get("teacher_bias"), options.get("teacher_logit_scale", 1.0)
     given: dict[str, Any] = {

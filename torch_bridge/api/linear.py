@@ -121,7 +121,7 @@ def linear_row_statistics(
         tensor([1.3863, 1.3863])
         >>> (-row.log_prob - 0.01 * row.entropy).mean().backward()
     """
-    asked = integration.check_statistics(statistics, target)
+    asked = integration.checks.check_statistics(statistics, target)
     # As the operator returns them: argmax, which has no gradient, last.
     names = sorted({*asked}, key=[*(x for x in RowStatistics._fields if x != "argmax"), "argmax"].index)
     head = checks.head(input, linear_weight, **options)

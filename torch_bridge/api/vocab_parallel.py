@@ -191,7 +191,7 @@ class Part(NamedTuple):
     def check(self, input: Tensor, target: Tensor | None, validate_parts: bool, options: Any) -> None:
         """Checks what the functions of a part have in common, all but the target."""
         weight, rows, start, vocab_size = self.weight, self.rows, self.start, self.vocab_size
-        are_ints = integration.is_int(start) and integration.is_int(vocab_size)
+        are_ints = integration.checks.is_int(start) and integration.checks.is_int(vocab_size)
         if not are_ints or not 0 <= start < start + rows <= vocab_size:
             raise ValueError(
                 f"vocab_start={start!r} with {rows} rows of linear_weight is no part of vocab_size={vocab_size!r}: "
@@ -213,7 +213,7 @@ class Part(NamedTuple):
         """Checked targets in input's leading shape, and which of them count."""
         # Narrower integers could not be compared with V.
         target, ignored = target.long().reshape(input.shape[:-1]), options.get("ignore_index", -100)
-        return target, losses.counted(target, self.vocab_size, integration.read_ignore_index(ignored))
+        return target, losses.counted(target, self.vocab_size, integration.checks.ignored(ignored))
 
     def statistics(
         self, names: Sequence[str], input: Tensor, target: Tensor, counted: Tensor, options: Any, **further: Any

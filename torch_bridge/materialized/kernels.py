@@ -52,7 +52,7 @@ class Kernels(NamedTuple):
 
 def serving(logits: Tensor, spec: HeadSpec) -> Kernels | None:
     """The kernels for rows of these logits, on a GPU that JAX has too; None where there are none."""
-    if not logits.is_cuda or integration.local_cuda() is None or integration.materialized_refusal("mosaic_gpu", spec):
+    if not logits.is_cuda or integration.local_cuda() is None or integration.refusal_of_logits("mosaic_gpu", spec):
         return None
     by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.weight_rows
     return Kernels(spec, "mosaic_gpu") if by_row and logits.data_ptr() % exchange.CUDA_ALIGNMENT == 0 else None
@@ -74,7 +74,8 @@ def statistics(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tupl
     `arrays` are "rows", "ids" `[n]` int32, the targets, and for the mean "u" `[V']`, which is 0 for padding.
     """
     how, operands = _call(kernels, arrays)
-    found = integration.materialized_row_statistics(how, frozenset(names), operands)
+    find = integration.forward_statistics(how, frozenset(names), operands.head)
+    found = find(operands.rows, operands.head, integration.NO_ARRAYS)[0]
     return tuple(found[name] for name in names)
 
 

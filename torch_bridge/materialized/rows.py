@@ -17,7 +17,7 @@ import jax
 import torch
 from torch import Tensor
 
-from pallas_ce.api.integration import HeadSpec, read_logits_spec
+from pallas_ce.api.integration import HeadSpec, logits_spec
 from torch_bridge.autograd import OPERATORS, first_order, graph, register
 from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
@@ -178,7 +178,7 @@ def _served(logits: Tensor, index: Tensor, mean_weights: Tensor | None, options:
 
 def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> HeadSpec:
     """Static facts of the logits, checked."""
-    return read_logits_spec(jax.ShapeDtypeStruct(logits.shape, TO_JAX[logits.dtype]), vocab_size or None, softcap)
+    return logits_spec(jax.ShapeDtypeStruct(logits.shape, TO_JAX[logits.dtype]), vocab_size or None, softcap)
 
 
 def _empty(logits: Tensor, index: Tensor, valid: Any, mean_weights: Any, *static: Any) -> list[Tensor]:

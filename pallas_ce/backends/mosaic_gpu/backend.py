@@ -7,24 +7,20 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from pallas_ce.backends import device as targets
-from pallas_ce.backends import entries
-from pallas_ce.backends.arrays import apart
+from pallas_ce.backends import device, entries
 from pallas_ce.backends.kernel_backend import KernelBackend, KernelBlock
 from pallas_ce.backends.mosaic_gpu import plans, schedule
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, materialized_kernel, operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import DlogitsEpilogue, vectors_by_row
-from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StashEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import StoredBlocks
 from pallas_ce.backends.mosaic_gpu.kernels.product_kernel import NarrowSumEpilogue, ProductEpilogue
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel
 from pallas_ce.backends.protocol import Gradient, Launch, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial, add, fields_of
 from pallas_ce.streaming.gradient_products import WeightGradient
+from pallas_ce.streaming.loops import apart
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Columns
 
@@ -38,7 +34,7 @@ _LARGEST_VOCABULARY = 2**24
 _LEAST_ROWS = 2048
 
 # Each pass's kernel that makes logits, and how many vectors by row it keeps for plain cross entropy.
-_KERNELS: dict[Mode | None, tuple[Kernel, int]] = {
+_KERNELS: dict[Mode | None, tuple[schedule.Kernel, int]] = {
     None: ("forward", 1),
     "in_forward": ("stash", 2),
     "recompute": ("dlogits", 1),
@@ -84,7 +80,7 @@ class MosaicGpuBackend(KernelBackend):
                 f"it to {operands.round_up(spec.weight_rows, multiple)} and pass vocab_size={spec.vocab_size}, or use "
                 "'triton' or 'xla'"
             )
-        return None if padded_share else targets.refusal(self.name)  # asked for the call, where its arrays are known
+        return None if padded_share else device.refusal(self.name)  # asked for the call, where its arrays are known
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""
@@ -94,7 +90,7 @@ class MosaicGpuBackend(KernelBackend):
         """Blocks of rows as large as the budget allows, of nearly equal size, in full tiles."""
         spec = operands.padded_spec(spec)
         if mode == "recompute":
-            return plans.recompute(spec, tokens, scratch_bytes, targets.multiprocessors())
+            return plans.recompute(spec, tokens, scratch_bytes, device.multiprocessors())
         return plans.by_rows(spec, tokens, mode, scratch_bytes, spare_bytes)
 
     @override
@@ -114,7 +110,7 @@ class MosaicGpuBackend(KernelBackend):
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
     ) -> Partial:
         """Statistics by one kernel; the targets' logits by XLA."""
-        head, partial_bytes = operands.padded_head(head), min(PARTIALS_BYTES, plan.scratch_bytes)
+        head, partial_bytes = operands.padded_head(head), min(schedule.PARTIALS_BYTES, plan.scratch_bytes)
         partial = forward_kernel.statistics(head, batch.hidden, names, partial_bytes, filled)
         return entries.with_targets(partial, head, batch, names)
 
@@ -154,9 +150,9 @@ class MosaicBlock(KernelBlock):
         numbers = {"valid_rows": jnp.int32(rows) if valid is None else valid}
         outputs: dict[str, Any] = forward_kernel.outputs(fields, given.product)
         shape = operands.stored_shape(rows, spec.vocab_size)
-        outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
+        outputs["stash"] = jax.lax.empty(shape, spec.dtype) if into is None else into
         inputs = {"reference": given.by_row(reference)}
-        found = given.run("pallas_ce_stash", StashEpilogue(logits, fields), outputs, inputs, numbers)
+        found = given.run("pallas_ce_stash", forward_kernel.StashEpilogue(logits, fields), outputs, inputs, numbers)
 
         def partial() -> Partial:
             whole = jax.tree.map(lambda x: x[:rows], forward_kernel.read(found, fields, add))

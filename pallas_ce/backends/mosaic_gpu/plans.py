@@ -72,7 +72,6 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
 
     Cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work.
     """
-    del sms
     v, limit = spec.vocab_size, min(scratch_bytes, max(_RECOMPUTE_BYTES, minimum(spec, "recompute")))
     scratch = functools.partial(_scratch, spec, "recompute", tokens, 0)
 

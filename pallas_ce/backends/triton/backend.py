@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends import device as targets
-from pallas_ce.backends import entries
+from pallas_ce.backends import device, entries
 from pallas_ce.backends.kernel_backend import KernelBackend
 from pallas_ce.backends.protocol import Gradient, Launch, Mode, PairDlogits, Pairs, Plan
 from pallas_ce.backends.triton import binding, configs, launch
 from pallas_ce.backends.triton.block import StudentBlock, TritonBlock
-from pallas_ce.backends.triton.configs import Use
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.logits import Distances
 from pallas_ce.statistics.row import Partial
@@ -58,7 +56,7 @@ _STEP = 256
 
 
 # What each pass makes logits for.
-_USES: dict[Mode | None, Use] = {None: "forward", "in_forward": "stash", "recompute": "dlogits"}
+_USES: dict[Mode | None, configs.Use] = {None: "forward", "in_forward": "stash", "recompute": "dlogits"}
 
 
 Heads = tuple[HeadSpec, HeadSpec]
@@ -113,7 +111,7 @@ class TritonBackend(KernelBackend):
             return f"its kernel does not multiply {spec.dtype.name} operands as precision={spec.precision}; use 'xla'"
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
-        return None if padded_share else targets.refusal(self.name)  # asked for the call, where its arrays are known
+        return None if padded_share else device.refusal(self.name)  # asked for the call, where its arrays are known
 
     def slower(self, spec: HeadSpec, targets: int = 0, tokens: int = 1) -> str | None:
         """Full float32, which the kernel multiplies without tensor cores, as cuBLAS does in larger tiles."""
@@ -174,7 +172,7 @@ def _recompute_plan(
     most = min(v, _RECOMPUTE_COLUMNS, max(_LEAST_COLUMNS, _RECOMPUTE_BYTES // (spec.dtype.itemsize * tokens)))
     if scratch(tokens, min(v, _LEAST_COLUMNS), several=False) > scratch_bytes:
         rows, most = halved(tokens, min(v, _RECOMPUTE_COLUMNS), scratch, scratch_bytes, least_columns)
-    scratch, at_once = functools.partial(scratch, several=rows < tokens), targets.multiprocessors()
+    scratch, at_once = functools.partial(scratch, several=rows < tokens), device.multiprocessors()
 
     def rounds(rows: int, columns: int) -> int:
         """The multiprocessors work on a part's tiles round by round, and the last of each part may be nearly empty."""

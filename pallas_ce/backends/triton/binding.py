@@ -25,8 +25,8 @@ import numpy as np
 from jax.interpreters import mlir
 
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.triton.configs import Config
+from pallas_ce.streaming.loops import apart
 
 _TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
 
@@ -132,7 +132,6 @@ _call_p.multiple_results = True
 
 @_call_p.def_abstract_eval
 def _abstract(*arrays: Any, kernel: Kernel, results: Sequence[jax.ShapeDtypeStruct]) -> list[jax.core.ShapedArray]:
-    del arrays, kernel
     return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
 
 
@@ -179,7 +178,6 @@ def _lower(ctx: Any, *operands: Any, kernel: Kernel, results: Sequence[jax.Shape
     """The launch as a call of jaxlib's handler, which may be captured in a CUDA graph."""
     from jaxlib import gpu_triton
 
-    del results
     if kernel.capability is None:
         raise NotImplementedError(
             "implementation='triton' compiles for a GPU that is known when the call is traced, and none was: use 'xla'"

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.kernel_backend import KernelBlock
@@ -32,7 +31,7 @@ class TritonBlock(KernelBlock):
         """Launches the kernel. Given `again`, it recomputes about that number of rows, and exits early if it is 0."""
         # It always writes where something lies: so a program that may make them again has one such kernel, not two.
         shape = self.batch.hidden.shape[0], self.head.spec.vocab_size
-        rows, into = again or (None, lax.empty(shape, self.head.spec.dtype))
+        rows, into = again or (None, jax.lax.empty(shape, self.head.spec.dtype))
         given = {"reference": reference, binding.BEFORE: into}
         partial, found = launch.made(self.head, self.batch, names | {"lse"}, rows, given)
         return partial, found[binding.STORED]
@@ -70,7 +69,7 @@ class TritonBlock(KernelBlock):
         if isinstance(adds, bool):
             found = whole + product() if adds else product(whole.dtype)
             return total._replace(array=found.astype(whole.dtype))
-        found = lax.cond(  # XLA lets both branches write where the total lies
+        found = jax.lax.cond(  # XLA lets both branches write where the total lies
             chosen_by_device(adds),
             lambda: (whole + product()).astype(whole.dtype),
             lambda: product().astype(whole.dtype),
@@ -117,6 +116,5 @@ class StudentBlock(TritonBlock):
 
     def dlogits(self, gradient: Gradient, part: Columns | None = None, into: jax.Array | None = None) -> jax.Array:
         """A part's."""
-        del gradient, into
         assert part is not None
         return self.made(part, self.valid_rows).astype(self.head.spec.dtype)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
-from pallas_ce.objectives.post_training.sequences import Aggregation
 from pallas_ce.statistics.divergences import Name, not_negative, over_mixture
+from pallas_ce.streaming.rows import zeroed
 
 
 def top_k_distillation_loss(
@@ -21,7 +21,7 @@ def top_k_distillation_loss(
     divergence: Name = "forward_kl",
     beta: float = 0.5,
     tail: bool = True,
-    aggregation: Aggregation = "token_mean",
+    aggregation: sequences.Aggregation = "token_mean",
     length: float | None = None,
     normalizer: ArrayLike | None = None,
 ) -> jax.Array:
@@ -70,15 +70,15 @@ def top_k_distillation_loss(
         a temperature, pass `temperature` to `linear_log_probs` and multiply the loss by its square: "Distilling the
         Knowledge in a Neural Network", arXiv 1503.02531.
     """
-    arguments.choice("divergence", divergence, get_args(Name))
+    checks.choice("divergence", divergence, get_args(Name))
     if divergence == "jsd":
-        beta = arguments.beta(beta)
+        beta = checks.beta(beta)
     log_probs, mask = sequences.tokens(log_probs, mask, "[..., T, K]")
     teacher = sequences.constants("teacher_log_probs", teacher_log_probs, log_probs.shape)
     # Places that take no part have probability 0 on both sides, which is selected and never computed.
     present = mask[..., None] & ~jnp.isneginf(teacher)
-    student, there = _distribution(sequences.keep(present, log_probs), present, tail)
-    teacher, _ = _distribution(sequences.keep(present, teacher), present, tail)
+    student, there = _distribution(zeroed(present, log_probs), present, tail)
+    teacher, _ = _distribution(zeroed(present, teacher), present, tail)
     if divergence == "forward_kl":
         values = _kl(teacher, student, there)
     elif divergence == "reverse_kl":
@@ -86,7 +86,7 @@ def top_k_distillation_loss(
     else:
         of_student, of_teacher = over_mixture(beta, student, teacher)
         terms = beta * jnp.exp(teacher) * of_teacher + (1 - beta) * jnp.exp(student) * of_student
-        values = jnp.sum(sequences.keep(there, terms), axis=-1)
+        values = jnp.sum(zeroed(there, terms), axis=-1)
     return sequences.aggregate(not_negative(values), mask, aggregation, length, normalizer)
 
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
-from pallas_ce.objectives.post_training.sequences import Aggregation
+from pallas_ce.streaming.rows import zeroed
 
 Level = Literal["token", "sequence", "sequence_token"]
 Objective = Literal["clip", "cispo", "sapo"]
@@ -59,7 +59,7 @@ def policy_loss(
     kl_coefficient: ArrayLike = 0.0,
     kl_estimator: Estimator = "k3",
     entropy_coefficient: ArrayLike = 0.0,
-    aggregation: Aggregation = "token_mean",
+    aggregation: sequences.Aggregation = "token_mean",
     length: float | None = None,
     normalizer: ArrayLike | None = None,
     return_metrics: bool = False,
@@ -159,22 +159,22 @@ def policy_loss(
     others = {name: sequences.constants(name, x, shape) for name, x in given.items() if x is not None}
     for x in (log_probs, *others.values()):
         mask = mask & ~jnp.isneginf(x)
-    log_probs, others = sequences.keep(mask, log_probs), {name: sequences.keep(mask, x) for name, x in others.items()}
+    log_probs, others = zeroed(mask, (log_probs, others))
     advantages = sequences.constants("advantages", advantages, shape, shape[:-1])
-    advantages = sequences.keep(mask, advantages if advantages.shape == shape else advantages[..., None])
+    advantages = zeroed(mask, advantages if advantages.shape == shape else advantages[..., None])
     clip_high = clip_low if clip_high is None else clip_high
-    arguments.choice("objective", objective, get_args(Objective))
-    arguments.choice("kl_estimator", kl_estimator, get_args(Estimator))
-    arguments.scalar("clip_low", clip_low, 0.0, 1.0)
-    arguments.scalar("clip_high", clip_high, 0.0)
+    checks.choice("objective", objective, get_args(Objective))
+    checks.choice("kl_estimator", kl_estimator, get_args(Estimator))
+    checks.scalar("clip_low", clip_low, 0.0, 1.0)
+    checks.scalar("clip_high", clip_high, 0.0)
     least, most = 1 - clip_low, 1 + clip_high
     old = others.get("old_log_probs", jax.lax.stop_gradient(log_probs))
     ratio = jnp.exp(_log_ratio(log_probs, old, mask, level))
     if ratio_limit is not None:
         if objective != "clip":
             raise ValueError(f"ratio_limit={ratio_limit!r} is for objective='clip', not {objective!r}")
-        limit = arguments.scalar("ratio_limit", ratio_limit)
-        if arguments.is_plain(limit) and arguments.is_plain(most) and not limit > most:
+        limit = checks.scalar("ratio_limit", ratio_limit)
+        if checks.is_plain(limit) and checks.is_plain(most) and not limit > most:
             raise ValueError(f"ratio_limit={ratio_limit!r} must lie above 1 + clip_high={most}")
     if objective == "clip":
         gained = (ratio if ratio_limit is None else jnp.minimum(ratio, ratio_limit)) * advantages
@@ -184,7 +184,7 @@ def policy_loss(
         gained = jax.lax.stop_gradient(jnp.clip(ratio, least, most)) * advantages * log_probs
     else:
         name = "gate_temperatures"
-        positive, other = (arguments.above_zero(name, t) for t in _pair(name, gate_temperatures))
+        positive, other = (checks.above_zero(name, t) for t in _pair(name, gate_temperatures))
         temperature = jnp.where(advantages > 0, positive, other)
         gained = 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantages
     weight = None
@@ -199,8 +199,8 @@ def policy_loss(
         ("kl_coefficient", kl_coefficient, "ref_log_probs", 1, kl),
         ("entropy_coefficient", entropy_coefficient, "entropy", -1, entropy),
     ):
-        coefficient = arguments.scalar(name, coefficient)
-        if not arguments.is_known(coefficient, 0.0):
+        coefficient = checks.scalar(name, coefficient)
+        if not checks.is_known(coefficient, 0.0):
             if term is None:
                 raise ValueError(f"{name}={coefficient!r} needs {needed}, which is None")
             loss = loss + sign * jnp.asarray(coefficient, term.dtype) * term
@@ -217,7 +217,7 @@ def policy_loss(
 
 def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
     """log r, `[..., T]` or, for sequences, `[..., 1]`."""
-    arguments.choice("level", level, get_args(Level))
+    checks.choice("level", level, get_args(Level))
     by_token = _limit(sequences.difference(log_probs, old_log_probs))
     if level == "token":
         return by_token
@@ -236,10 +236,10 @@ def _pair(name: str, value: Any) -> Any:
 
 def _sampler_weight(old: jax.Array, sampler: jax.Array, how: SamplerWeights, limits: tuple[float, float]) -> jax.Array:
     """What each token's gain is multiplied by, so that samples of another engine stand for the training program's."""
-    arguments.choice("sampler_weights", how, get_args(SamplerWeights))
+    checks.choice("sampler_weights", how, get_args(SamplerWeights))
     name = "sampler_range"
-    least, most = (arguments.scalar(name, limit, 0.0) for limit in _pair(name, limits))
-    if arguments.is_plain(least) and arguments.is_plain(most) and least > most:
+    least, most = (checks.scalar(name, limit, 0.0) for limit in _pair(name, limits))
+    if checks.is_plain(least) and checks.is_plain(most) and least > most:
         raise ValueError(f"{name}={limits!r} must begin with the least weight")
     weight = jnp.exp(_limit(sequences.difference(old, sampler)))
     if how == "truncate":
@@ -286,7 +286,7 @@ def kl_estimate(log_probs: ArrayLike, ref_log_probs: ArrayLike, estimator: Estim
     References:
         J. Schulman, "Approximating KL Divergence" (2020); GRPO, arXiv 2402.03300, equation 4.
     """
-    arguments.choice("estimator", estimator, get_args(Estimator))
+    checks.choice("estimator", estimator, get_args(Estimator))
     log_probs = sequences.floats("log_probs", log_probs)
     d = _limit(sequences.difference(sequences.floats("ref_log_probs", ref_log_probs, log_probs.shape), log_probs))
     if estimator == "k1":
@@ -333,11 +333,11 @@ def group_advantages(
     References:
         GRPO: arXiv 2402.03300, section 4.1; Dr. GRPO: arXiv 2503.20783; leave-one-out: RLOO, arXiv 2402.14740.
     """
-    arguments.choice("baseline", baseline, ("mean", "leave_one_out"))
-    arguments.choice("scale", scale, ("group", "batch", "none"))
-    arguments.scalar("epsilon", epsilon, 0.0)
+    checks.choice("baseline", baseline, ("mean", "leave_one_out"))
+    checks.choice("scale", scale, ("group", "batch", "none"))
+    checks.scalar("epsilon", epsilon, 0.0)
     rewards = sequences.constants("rewards", rewards)
-    group_size = arguments.integer("group_size", group_size, "an int, at least 2", 2)
+    group_size = checks.integer("group_size", group_size, "an int, at least 2", 2)
     if rewards.ndim != 1 or rewards.size % group_size:
         raise ValueError(f"rewards have shape {rewards.shape}; they must be [B], B a multiple of {group_size=}")
     groups = rewards.reshape(-1, group_size)

@@ -5,10 +5,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows, safe_inverse
+from pallas_ce.streaming.rows import zeroed
 
 
 class PreferenceMetrics(NamedTuple):
@@ -106,17 +107,17 @@ def dpo_loss(
         DPO: arXiv 2305.18290, equation 7; label smoothing: E. Mitchell, "A note on DPO with noisy preferences" (2023);
         hinge: SLiC-HF, arXiv 2305.10425; IPO: arXiv 2310.12036, equation 17.
     """
-    arguments.choice("kind", kind, ("sigmoid", "hinge", "ipo"))
-    arguments.choice("reduction", reduction, get_args(Reduction))
-    beta = arguments.above_zero("beta", beta)
-    arguments.scalar("label_smoothing", label_smoothing, 0.0, 0.5)
-    smoothed = not arguments.is_known(label_smoothing, 0.0)
+    checks.choice("kind", kind, ("sigmoid", "hinge", "ipo"))
+    checks.choice("reduction", reduction, get_args(Reduction))
+    beta = checks.above_zero("beta", beta)
+    checks.scalar("label_smoothing", label_smoothing, 0.0, 0.5)
+    smoothed = not checks.is_known(label_smoothing, 0.0)
     if smoothed and kind != "sigmoid":
         raise ValueError(f"label_smoothing={label_smoothing!r} is for kind='sigmoid'; kind is {kind!r}")
     chosen = sequences.floats("chosen", chosen)
     shape = chosen.shape
     mask = sequences.token_mask(mask, shape)
-    chosen, rejected = sequences.keep(mask, chosen), sequences.floats("rejected", rejected, shape, mask=mask)
+    chosen, rejected = zeroed(mask, chosen), sequences.floats("rejected", rejected, shape, mask=mask)
     ref_chosen = sequences.constants("ref_chosen", ref_chosen, shape, mask=mask)
     ref_rejected = sequences.constants("ref_rejected", ref_rejected, shape, mask=mask)
     chosen_gain, rejected_gain = sequences.difference(chosen, ref_chosen), sequences.difference(rejected, ref_rejected)

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
-from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import loop
-from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Product
+from pallas_ce.streaming.loops import apart
 from pallas_ce.streaming.tiles import pad
 
 _NUMBERS = "numbers"
@@ -36,7 +35,7 @@ class Operands(NamedTuple):
         return pad(x, (self.product.padded_rows,), value)
 
     def run(
-        self, name: str, epilogue: Epilogue, outputs: Named, inputs: Named = _NONE, numbers: Named = _NONE
+        self, name: str, epilogue: loop.Epilogue, outputs: Named, inputs: Named = _NONE, numbers: Named = _NONE
     ) -> dict[str, jax.Array]:
         """Runs one kernel, which profilers show by its name; returns its outputs by name.
 
@@ -90,7 +89,7 @@ def kernel_function(
     product: Product,
     workers: int,
     matrices: int,
-    epilogue: Epilogue,
+    epilogue: loop.Epilogue,
     names: tuple[str, ...],
     numbers: tuple[str, ...],
     outputs: tuple[jax.ShapeDtypeStruct, ...],

@@ -11,7 +11,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, WARPGROUPS, Config
 
@@ -28,7 +27,7 @@ def column_ids(shape: tuple[int, ...]) -> jax.Array:
 
 def along_columns(by_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A vector by row, the same in every column."""
-    return lax.broadcast_in_dim(by_row, shape, [0])
+    return jax.lax.broadcast_in_dim(by_row, shape, [0])
 
 
 def rows_of(ref: Any, row: jax.Array, rows: int) -> jax.Array:
@@ -39,7 +38,7 @@ def rows_of(ref: Any, row: jax.Array, rows: int) -> jax.Array:
 def columns_of(ref: Any, column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Numbers of a vector by column in global memory, the same in every row of `shape`."""
     by_column = plgpu.load(ref.at[pl.ds(column, shape[1])], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(by_column, shape, [1])
+    return jax.lax.broadcast_in_dim(by_column, shape, [1])
 
 
 def sum_of_rows(x: jax.Array) -> jax.Array:

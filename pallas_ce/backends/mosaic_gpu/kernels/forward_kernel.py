@@ -104,8 +104,7 @@ def statistics(
     if not (fields := fields_of(names, targets=False)):
         return Partial()
     logits, given = operands.operands("forward", head, hidden, fields)
-    epilogue = StatisticsEpilogue(logits, fields)
-    return in_launches("pallas_ce_forward", given, epilogue, len(hidden), budget, filled)
+    return in_launches("pallas_ce_forward", given, StatisticsEpilogue(logits, fields), len(hidden), budget, filled)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,8 @@ from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial
-from pallas_ce.streaming import selection
 from pallas_ce.streaming.budget import budget, quickest, sizes
-from pallas_ce.streaming.selection import Largest
+from pallas_ce.streaming.selection import Largest, largest_in_groups
 
 # Columns of a group: 128 bytes, one memory transaction. A tile's width is a multiple.
 GROUP = 32
@@ -86,11 +85,7 @@ class StoredBlocks:
     scratch_bytes: int | None
 
     def block_sizes(self, tokens: int) -> Plan:
-        """Blocks of nearly equal size, in full tiles, as large as the budget allows.
-
-        Raises:
-            ValueError: the budget cannot hold one row.
-        """
+        """Blocks of nearly equal size, in full tiles, as large as the budget allows."""
         limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
         v, choices = self.spec.vocab_size, ((rows, 0) for rows in sizes(tokens, _ROW_STEP, 1))
         rows, _ = quickest(choices, lambda rows, _: self._scratch(rows), limit, lambda rows, _: -(-tokens // rows))
@@ -111,7 +106,7 @@ class StoredBlocks:
         partial = jax.tree.map(lambda x: x[:rows], forward_kernel.read(found, _FIELDS))
         # Padding's rows are undefined, and dropped at the end: a slice of the stored array might be a copy.
         groups, maxima = found["logits"].reshape(shape[0], -1, GROUP), found["maxima"].T[: shape[0]]
-        return jax.tree.map(lambda x: x[:rows], selection.largest_in_groups(groups, self.k, maxima)), partial
+        return jax.tree.map(lambda x: x[:rows], largest_in_groups(groups, self.k, maxima)), partial
 
     def _shape(self, rows: int) -> tuple[int, int]:
         """Shape of the stored logits: whole groups."""

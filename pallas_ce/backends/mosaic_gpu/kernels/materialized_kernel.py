@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
 from pallas_ce.backends.mosaic_gpu.kernels import operands
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import DlogitsEpilogue, LogitSpec, vectors_by_row
@@ -22,6 +21,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, fields_of
+from pallas_ce.streaming.loops import apart
 from pallas_ce.streaming.tiles import pad
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))

@@ -11,13 +11,12 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu import schedule
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
-from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, STEP, Kernel, Product
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.logits import present
+from pallas_ce.streaming.loops import apart
 from pallas_ce.streaming.tiles import pad
 
 ROW_MULTIPLE = 8
@@ -36,7 +35,7 @@ def padded_spec(spec: HeadSpec) -> HeadSpec:
     if padding == 0:
         return spec
     little = padding <= spec.vocab_size // _VOCABULARY_PER_PADDING
-    stepped = min(round_up(spec.vocab_size, COLUMN_STEP), spec.weight_rows)
+    stepped = min(round_up(spec.vocab_size, schedule.COLUMN_STEP), spec.weight_rows)
     return spec.with_padding(spec.weight_rows if little else stepped)
 
 
@@ -65,7 +64,7 @@ def padded(x: jax.Array) -> jax.Array:
 
 
 def operands(
-    kernel: Kernel, head: Head, hidden: jax.Array, vectors: Iterable[str], width: int | None = None
+    kernel: schedule.Kernel, head: Head, hidden: jax.Array, vectors: Iterable[str], width: int | None = None
 ) -> tuple[LogitSpec, Operands]:
     """For a kernel that makes logits of `hidden [N, H]`: how, and its operands.
 
@@ -95,10 +94,10 @@ def operands(
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (tiled,))
     weight = apart(head.weight.astype(spec.dtype))
     blocks = config.row_blocks(rows), config.column_blocks(width or columns)
-    product = Product(config, *blocks, spec.hidden_size, right_axis=spec.vocab_axis, rank=spec.rank)
+    product = schedule.Product(config, *blocks, spec.hidden_size, right_axis=spec.vocab_axis, rank=spec.rank)
     matrices: tuple[jax.Array, ...] = padded(apart(hidden.astype(spec.dtype))), weight
     if head.up is not None:  # a low-rank term's operands, laid out like hidden states and weight, in whole steps
-        low, rank = present(head.with_low(Batch(hidden)).low), round_up(spec.rank, STEP)
+        low, rank = present(head.with_low(Batch(hidden)).low), round_up(spec.rank, schedule.STEP)
         up = pad(head.up.astype(spec.dtype), (spec.weight_rows, rank))
         low = pad(low, (round_up(rows, ROW_MULTIPLE), rank))
         matrices += apart(low), apart(up if spec.vocab_axis == 0 else up.T)

@@ -28,12 +28,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import layouts, loop
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Operands
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue, Place, Thread
 from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, padded, round_up
 from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, COLUMN_STEP, STEP, TALL, WIDE, Config, Product, cost
+from pallas_ce.streaming.loops import apart
 
 _MOST_PARTS = 8
 
