@@ -125,7 +125,7 @@ def test_work_is_counted_in_full_tiles_and_full_rounds() -> None:
 @pytest.mark.parametrize("kernel", ["forward", "stash"])
 def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place(kernel: str, interpreted: Any) -> None:
     p = make_problem(Case((300, 80, 584), CAPPED, HEAD))
-    # Products are exact: those of a CPU may sum in another order at another place of a tile, where a GPU's do not.
+    # Exact products: a CPU may sum one in another order at another place of a tile, where a GPU does not.
     hidden, weight = (jnp.round(8 * x.astype(jnp.float32)).astype(x.dtype) / 8 for x in (p.hidden, p.head.weight))
     given = dataclasses.replace(p.head, weight=weight)
     budget = 2**16  # several launches for 300 rows
