@@ -21,6 +21,7 @@ from torch_bridge import (
     selective_log_softmax,
     vocab_parallel_cross_entropy,
 )
+from torch_bridge.api.prepared import _known
 from torch_bridge.autograd import NAMESPACE
 from torch_bridge.materialized import kernels
 from torch_bridge.programs.program import program as program_of
@@ -168,12 +169,12 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(listener)
 
 
-def products_of(operation, call):
+def products_of(call):
     """Shapes of the results of all products in the forward that a call compiles, and in its backwards."""
-    operation._known.clear()
+    _known.clear()
     program_of.cache_clear()
     call()
-    (program,) = operation._known.values()
+    (program,) = [known.program for known, _ in _known.values()]
     flat = program.structs()
     runs = [(program.forward, range(len(program.signature.arrays)))]
     runs += [(backward.run, backward.reads) for backward in program._backwards.values()]

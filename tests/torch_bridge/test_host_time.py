@@ -12,6 +12,7 @@ import torch
 
 from tests.torch_bridge import problems
 from torch_bridge import linear_cross_entropy
+from torch_bridge.api import checks
 from torch_bridge.autograd import operator as ops
 from torch_bridge.dlpack import exchange
 
@@ -120,3 +121,40 @@ def test_a_program_is_found_again_without_describing_the_call_anew(head, monkeyp
     linear_cross_entropy(*head)
     monkeypatch.setattr(ops.Operation, "signature", lambda *_: pytest.fail("the call is described again"))
     linear_cross_entropy(*head).backward()
+
+
+@pytest.mark.parametrize("name", problems.LINEAR)
+def test_a_call_of_a_signature_that_was_seen_is_not_checked(head, name, monkeypatch):
+    problems.LINEAR[name](*head)
+    monkeypatch.setattr(checks, "head", lambda *_, **__: pytest.fail("the call is checked again"))
+    problems.LINEAR[name](*head)
+    with pytest.raises(pytest.fail.Exception, match="checked again"):
+        problems.LINEAR[name](head[0][:5], head[1], head[2][:5])
+
+
+@pytest.mark.parametrize(
+    ("seen", "refused", "error"),
+    [
+        ({"shift": 0}, {"shift": False}, ValueError),
+        ({"vocab_size": 1}, {"vocab_size": True}, ValueError),
+        ({"linear_weight": torch.zeros(1).expand(VOCABULARY, WIDTH)},
+         {"linear_weight": torch.zeros(VOCABULARY, WIDTH).to_sparse()}, TypeError),
+    ],
+)  # fmt: skip
+def test_a_call_is_checked_though_it_equals_one_that_was_seen(head, seen, refused, error):
+    given = dict(zip(("input", "linear_weight", "target"), head, strict=True))
+    linear_cross_entropy(**given | seen)
+    with pytest.raises(error):
+        linear_cross_entropy(**given | refused)
+
+
+def test_what_pytorch_is_set_to_is_part_of_the_signature(head):
+    smoothed = functools.partial(linear_cross_entropy, *head, label_smoothing=0.1)
+    with torch.inference_mode():
+        without = smoothed()
+    loss = smoothed()
+    loss.backward()
+    assert loss == without
+    with torch.autocast("cpu", torch.bfloat16):
+        assert smoothed() != loss
+    assert smoothed() == loss

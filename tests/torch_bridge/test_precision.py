@@ -10,7 +10,7 @@ from jax import lax
 from pallas_ce.backends import device as targets
 from tests.torch_bridge.problems import HEADS, head, value_and_gradients
 from torch_bridge import linear_cross_entropy, linear_log_probs
-from torch_bridge.api import checks
+from torch_bridge.api import checks, prepared
 
 CUDA = torch.device("cuda")
 # JAX refuses it where it lowers a product for a CPU.
@@ -29,6 +29,7 @@ def _settings():
 @pytest.mark.parametrize("precision", [ELSEWHERE, jax.lax.DotAlgorithmPreset.TF32_TF32_F32, None])
 def test_products_have_the_precision_asked_for_or_that_of_pytorchs_settings(name, precision, monkeypatch):
     given = []
+    prepared._known.clear()
     if precision is None:
         monkeypatch.setattr(checks, "precision_of", lambda *arguments: given.append(arguments) or ELSEWHERE)
     with pytest.raises(ValueError, match="precision 'TF32_TF32_F32' is not supported by dot_general on CPU"):

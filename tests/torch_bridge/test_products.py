@@ -7,7 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from pallas_ce import LowRank
 from tests.torch_bridge.problems import LINEAR, MODES, products_of
 from torch_bridge import linear_cross_entropy, linear_distillation
-from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_DISTILLATION
 
 TOKENS, WIDTH, VOCABULARY, RANK, OF_TEACHER = 20, 8, 50, 2, 3
 
@@ -25,13 +24,13 @@ def low_rank(hidden, weight, target):
 def test_a_recomputing_backward_has_the_logits_again_and_one_product_for_each_gradient_asked_for(head, frozen, count):
     for name, tensor in zip(("hidden", "weight"), head, strict=False):
         tensor.requires_grad_(name not in frozen)
-    _, backward = products_of(LINEAR_CROSS_ENTROPY, lambda: LINEAR["recompute"](*head).backward())
+    _, backward = products_of(lambda: LINEAR["recompute"](*head).backward())
     assert len(backward) == count
 
 
 def test_a_distillations_backward_makes_no_statistics_again(head):
     """Two heads' tiles of logits and the student's two products, in one loop over tiles."""
-    _, backward = products_of(LINEAR_DISTILLATION, lambda: distillation(*head).backward())
+    _, backward = products_of(lambda: distillation(*head).backward())
     assert len(backward) == 4
 
 
@@ -42,9 +41,7 @@ def test_a_frozen_weight_with_a_low_rank_term_costs_no_product(head, mode, froze
     up, down = (torch.ones(shape, requires_grad=True) for shape in ((VOCABULARY, RANK), (RANK, WIDTH)))
     weight = LowRank(weight.requires_grad_(not frozen), up, down)
     options = {"backward": mode, "implementation": "xla"}
-    made = products_of(
-        LINEAR_CROSS_ENTROPY, lambda: linear_cross_entropy(hidden.detach(), weight, target, **options).backward()
-    )
+    made = products_of(lambda: linear_cross_entropy(hidden.detach(), weight, target, **options).backward())
     # `down` has its width too; the gradient of hidden states is not asked for.
     assert any(WIDTH in shape and RANK not in shape for shapes in made for shape in shapes) is not frozen
 

@@ -1,6 +1,10 @@
-"""Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value."""
+"""Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value.
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+A check returns how the operator takes the tensor: a function that calls with the same signature repeat without a check.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +38,15 @@ _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
 }
 
 
+# What an operator takes of a checked argument; it holds none of the call's tensors.
+type Take = Callable[[Any], Tensor]
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """The argument."""
+    return tensor
+
+
 class Head(NamedTuple):
     """A checked head: what operators take of it by name, input's leading shape, V, and the products' dtype."""
 
@@ -41,10 +54,6 @@ class Head(NamedTuple):
     leading: torch.Size
     size: int
     dtype: torch.dtype
-
-    def shaped(self, by_row: Tensor) -> Any:
-        """`[N, ...]` with the leading shape; a number as it is."""
-        return by_row.reshape((*self.leading, *by_row.shape[1:])) if by_row.ndim else by_row
 
 
 def weight(given: Tensor | LowRank) -> LowRank:
@@ -80,10 +89,11 @@ def head(input: Tensor, of_weight: Tensor | LowRank, **options: Any) -> Head:
     shape("linear_bias", linear_bias, (rows,))
     dtype, leading = _of_products(input), input.shape[:-1]
     given = {
-        "input": by_row(input, leading),
-        "linear_weight": read.weight,
-        "linear_up": read.up,
-        "linear_down": read.down,
+        "input": by_row(leading),
+        "linear_weight": as_it_is,
+        "linear_up": None if read.up is None else as_it_is,
+        "linear_down": None if read.down is None else as_it_is,
+        "linear_bias": None if linear_bias is None else as_it_is,
         "term_scale": read.scale,
         "dtype": _DTYPES[dtype],
         "precision": precision_of(options.get("precision"), input.device),
@@ -110,36 +120,36 @@ def teacher(
         raise ValueError(f"teacher_weight has shape {tuple(weight.shape)}; it must be [V, H_t]")
     shape("teacher_input", input, (*leading, weight.shape[1]), _order(input.shape[:-1], leading, size))
     shape("teacher_bias", bias, weight.shape[:1])
-    dtype = _of_products(input)
+    dtype, rows = _of_products(input), by_row(leading)
     return {
-        "teacher_input": by_row(input.detach(), leading),
-        "teacher_weight": weight.detach(),
-        "teacher_bias": None if bias is None else bias.detach(),
+        "teacher_input": lambda x: rows(x.detach()),
+        "teacher_weight": Tensor.detach,
+        "teacher_bias": None if bias is None else Tensor.detach,
         "teacher_dtype": _DTYPES[dtype],
         **scalars(dtype, {"teacher_logit_scale": logit_scale}),
     }
 
 
-def mask(row_mask: Tensor | None, input: Tensor) -> Tensor:
+def mask(row_mask: Tensor | None, input: Tensor) -> Take:
     """bool `[N]`; all rows by default, without those that a program pads with."""
-    leading = input.shape[:-1]
+    leading, device = input.shape[:-1], input.device
     if row_mask is None:
-        return torch.ones(leading.numel(), dtype=torch.bool, device=input.device)
+        return lambda _: torch.ones(leading.numel(), dtype=torch.bool, device=device)
     shape("row_mask", row_mask, leading)
     if row_mask.dtype != torch.bool:
         raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
-    return by_row(row_mask, leading)
+    return by_row(leading)
 
 
 def loss(
     leading: Sequence[int], size: int, dtype: torch.dtype, target: Tensor, *, shift: int = 0, **options: Any
-) -> dict[str, Tensor | None]:
+) -> dict[str, Take | None]:
     """The tensors of cross entropy beside its logits; `size` is V."""
     integration.checks.check_reduction(options.get("reduction", "mean"), options.get("normalizer"))
     shape("class_weights", options.get("class_weights"), (size,))
     return {
         "target": labels(target, leading, shift=shift, size=size, **options),
-        "class_weights": options.get("class_weights"),
+        "class_weights": None if options.get("class_weights") is None else as_it_is,
         "token_weights": of_tokens(options.get("token_weights"), leading, shift),
         **scalars(dtype, options, "label_smoothing", "z_loss", "normalizer"),
     }
@@ -160,10 +170,10 @@ def kept(options: Mapping[str, Any]) -> None:
     scalars(torch.float32, options, "label_smoothing", "z_loss", "logit_scale", "normalizer")
 
 
-def of_tokens(token_weights: Tensor | None, leading: Sequence[int], shift: int = 0) -> Tensor | None:
+def of_tokens(token_weights: Tensor | None, leading: Sequence[int], shift: int = 0) -> Take | None:
     """Token weights `[N]`."""
     shape("token_weights", token_weights, leading)
-    return None if token_weights is None else _by_row_shifted(token_weights, shift, leading, 0)
+    return None if token_weights is None else functools.partial(_by_row_shifted, shift=shift, leading=leading, fill=0)
 
 
 def precision_of(value: PrecisionLike | None, device: torch.device) -> str:
@@ -179,6 +189,12 @@ def _tf32_on_cuda() -> bool:
     The older ones, `allow_tf32` and `get_float32_matmul_precision`, raise when they are read after this one was set.
     """
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def settings() -> Hashable:
+    """What PyTorch is set to, as far as checks read it."""
+    kinds = ("cpu", "cuda") if torch._C._is_any_autocast_enabled() else ()
+    return _tf32_on_cuda(), *[torch.is_autocast_enabled(x) and torch.get_autocast_dtype(x) for x in kinds]
 
 
 # Dynamo cannot trace the getter, but compiles anew when the setting changes. `torch.compiler.assume_constant_result`
@@ -204,9 +220,10 @@ def size(vocab_size: int | None, most: int, of: str) -> int:
     return vocab_size
 
 
-def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+def by_row(leading: Sequence[int]) -> Take:
     """The tensor with one axis in place of its leading ones; itself where it has only one, for autograd's sake."""
-    return tensor if len(leading) == 1 else tensor.reshape(-1, *tensor.shape[len(leading) :])
+    count = len(leading)
+    return as_it_is if count == 1 else lambda x: x.reshape(-1, *x.shape[count:])
 
 
 def labels(
@@ -219,7 +236,7 @@ def labels(
     ignore_index: int | None = -100,
     validate_labels: bool = False,
     **_: Any,
-) -> Tensor:
+) -> Take:
     """int32 or int64 `[N]` of integers, with `several` or `[N, K]`: each row's of `shift` positions later.
 
     With `validate_labels` their values are read, and ones outside the vocabulary of that size raise a ValueError.
@@ -230,9 +247,11 @@ def labels(
         order = _order(target.shape, leading, size)
         order = _CLASSES_LAST if target.shape == (*leading[:1], *leading[2:], size) and leading[1:] else order
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}{order}")
-    if validate_labels:
-        target = _with_valid_values(target, size, integration.checks.ignored(ignore_index))
-    return _by_row_shifted(target if target.dtype in _LABELS else target.long(), shift, leading, label_rule.NO_TARGET)
+    take = _ids(target, leading, shift)
+    if not validate_labels:
+        return take
+    ignored = integration.checks.ignored(ignore_index)
+    return lambda x: take(_with_valid_values(x, size, ignored))
 
 
 def _order(of_tokens: Sequence[int], leading: Sequence[int], size: int) -> str:
@@ -240,7 +259,7 @@ def _order(of_tokens: Sequence[int], leading: Sequence[int], size: int) -> str:
     return _ORDER if len(leading) == 1 and tuple(of_tokens) == (size,) else ""
 
 
-def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> Tensor:
+def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> Take:
     """int32 or int64 `[N, K]` of integers, where there is one target for each row."""
     _integers("support", ids)
     if not _several(ids, leading):
@@ -249,7 +268,13 @@ def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> 
         raise ValueError(
             f"support takes one target of each row, {tuple(leading)}, and target has shape {tuple(target.shape)}"
         )
-    return _by_row_shifted(ids if ids.dtype in _LABELS else ids.long(), shift, leading, label_rule.NO_TARGET)
+    return _ids(ids, leading, shift)
+
+
+def _ids(ids: Tensor, leading: Sequence[int], shift: int) -> Take:
+    """int32 or int64 by row."""
+    rows = functools.partial(_by_row_shifted, shift=shift, leading=leading, fill=label_rule.NO_TARGET)
+    return rows if ids.dtype in _LABELS else lambda x: rows(x.long())
 
 
 def _integers(name: str, tensor: Tensor) -> None:
@@ -267,9 +292,10 @@ def _by_row_shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: 
     """`[N, *K]` values of tokens `[..., *K]` at the rows that predict these; `fill` where there is none."""
     # The default costs no check; False would be an error.
     if (type(shift) is int and shift == 0) or not (shift := integration.checks.shift(shift, by_token, tuple(leading))):
-        return by_row(by_token, leading)
+        return by_row(leading)(by_token)
     behind = by_token.narrow(len(leading) - 1, gone := min(shift, leading[-1]), leading[-1] - gone)
-    return by_row(nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill), leading)
+    padded = nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill)
+    return by_row(leading)(padded)
 
 
 # An operator, which torch.compile does not trace. Its result is used, so that it stays in the program.
@@ -307,13 +333,14 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: torch.dtyp
             f"temperature has shape {tuple(value.shape)}; it must be a scalar or have input's leading shape "
             f"{tuple(leading)}"
         )
-    value = value.to(wide(dtype))
-    return {"temperature": by_row(value, leading) if value.ndim else value}
+    of_sums, rows = wide(dtype), by_row(leading) if value.ndim else as_it_is
+    return {"temperature": lambda x: rows(x.to(of_sums))}
 
 
-def scalars(dtype: torch.dtype, given: Mapping[str, Any], *names: str) -> dict[str, Tensor | None]:
+def scalars(dtype: torch.dtype, given: Mapping[str, Any], *names: str) -> dict[str, Take | None]:
     """0-d tensors in the dtype of the sums, of some or all that are given; None for a number whose term is left out."""
-    found: dict[str, Tensor | None] = {}
+    found: dict[str, Take | None] = {}
+    of_sums = wide(dtype)
     for name in names or given:
         absent, *bounds = _SCALARS[name]
         value, found[name] = given.get(name, absent), None
@@ -321,7 +348,8 @@ def scalars(dtype: torch.dtype, given: Mapping[str, Any], *names: str) -> dict[s
             continue
         if isinstance(value, Tensor):
             shape(name, value, ())
-            found[name] = value.to(wide(dtype))
+            found[name] = lambda x: x.to(of_sums)
         elif (number := integration.checks.scalar(name, value, *bounds)) != absent:
-            found[name] = torch.tensor(number, dtype=wide(dtype), device="cpu")
+            constant = torch.tensor(number, dtype=of_sums, device="cpu")
+            found[name] = functools.partial(lambda constant, _: constant, constant)
     return found

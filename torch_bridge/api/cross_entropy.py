@@ -71,10 +71,11 @@ def cross_entropy(
         raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [..., V]")
     size, leading = checks.size(vocab_size, logits.shape[-1], "the logits' columns"), logits.shape[:-1]
     check_inplace(logits, inplace_backward)
-    given = checks.loss(leading, size, logits.dtype, target, **options)
+    takes = checks.loss(leading, size, logits.dtype, target, **options)
     ignore_index = integration.checks.ignored(options.get("ignore_index", -100))
     reduction = options.get("reduction", "mean")
-    tensors = {name: x for name, x in given.items() if x is not None}
+    named: dict[str, Any] = {"target": target, **options}
+    tensors = {name: take(named.get(name)) for name, take in takes.items() if take is not None}
     everything = {"logits": logits, **tensors}
     exchange.check_one_device(everything)
     first_order.reverse_mode(everything)

@@ -1,5 +1,6 @@
 """`linear_distillation` on PyTorch tensors: a student's head against a teacher's, both whole or split alike."""
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -11,13 +12,14 @@ from pallas_ce.api import integration
 from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import DistillationOptions, PartDistillationOptions
+from torch_bridge.api.prepared import Prepared, prepared, shaped
 from torch_bridge.api.vocab_parallel import Part, gathered
 from torch_bridge.autograd.operator import LINEAR_DISTILLATION, LINEAR_DISTILLATION_OF_PARTS
 from torch_bridge.autograd.partitioned import gathering
 
 
 @documented
-@gathering
+@prepared
 def linear_distillation(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -28,7 +30,7 @@ def linear_distillation(
     divergence: str = "forward_kl",
     beta: float = 0.5,
     **options: Unpack[DistillationOptions],
-) -> Tensor:
+) -> Prepared[Tensor]:
     r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
 
     With `p = softmax(student's logits / T)`, `q = softmax(teacher's logits / T)` for each row:
@@ -78,11 +80,9 @@ def linear_distillation(
     row_mask, ignore_index = options.get("row_mask"), options.get("ignore_index", -100)
     all_count = row_mask is None and target is not None
     if target is not None:
-        target = checks.labels(target, head.leading, size=head.size, ignore_index=ignore_index)
-    given["target"] = target
+        given["target"] = checks.labels(target, head.leading, size=head.size, ignore_index=ignore_index)
     given["row_mask"] = None if all_count else checks.mask(row_mask, input)
-    loss: Tensor = head.shaped(LINEAR_DISTILLATION.call(given)[0])
-    return loss
+    return LINEAR_DISTILLATION, given, next
 
 
 @documented
@@ -147,19 +147,28 @@ def vocab_parallel_distillation(
         )
     known: dict[str, Any] = {**options, "divergence": divergence, "beta": beta}
     known["logit_scale"] = part.shared(options.get("logit_scale", 1.0))
-    head, given = _checked(part.shared(input), part.shared_weight, teacher_input, teacher_weight, known)
-    given["row_mask"] = checks.mask(options.get("row_mask"), input)
+    input, shared_weight = part.shared(input), part.shared_weight
+    head, takes = _checked(input, shared_weight, teacher_input, teacher_weight, known)
+    row_mask = checks.mask(options.get("row_mask"), input)(options.get("row_mask"))
     if target is not None:
-        _, counted = part.counted(checks.labels(target, head.leading), input, options)
-        given["row_mask"] = given["row_mask"] & counted.reshape(-1)
-    call = LINEAR_DISTILLATION_OF_PARTS.call
+        _, counted = part.counted(checks.labels(target, head.leading)(target), input, options)
+        row_mask = row_mask & counted.reshape(-1)
+    takes["row_mask"] = checks.as_it_is
+    given = known | {"input": input, "linear_weight": shared_weight, "row_mask": row_mask}
+    given |= {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
+
+    def outputs(of_all: dict[str, Tensor]) -> Sequence[Tensor]:
+        call, tensors = LINEAR_DISTILLATION_OF_PARTS.call(
+            takes | dict.fromkeys(of_all, checks.as_it_is), given | of_all
+        )
+        return call.run(tensors)
+
     with torch.no_grad():
-        given["parts"] = gathered(call(given), group)[0].movedim(0, 1).contiguous()
+        of_all = {"parts": gathered(outputs({}), group)[0].movedim(0, 1).contiguous()}
         if divergence == "jsd":
-            (given["sums"],) = call(given)
-            dist.all_reduce(given["sums"], group=group)
-    loss: Tensor = head.shaped(call(given)[0])
-    return loss
+            (of_all["sums"],) = outputs(of_all)
+            dist.all_reduce(of_all["sums"], group=group)
+    return next(shaped(outputs(of_all), given))
 
 
 def _checked(
@@ -173,6 +182,7 @@ def _checked(
         "token_weights": checks.of_tokens(options.get("token_weights"), head.leading),
         **checks.teacher(teacher_input, teacher_weight, bias, scale, head.leading, head.size),
         **checks.scalars(head.dtype, options, "normalizer"),
-        **checks.temperature(options.pop("temperature", 1.0), head.leading, head.dtype),
+        "temperature": None,
+        **checks.temperature(options.get("temperature", 1.0), head.leading, head.dtype),
     }
     return head, options | head.given | given

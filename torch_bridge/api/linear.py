@@ -1,5 +1,6 @@
 """The functions of a head on PyTorch tensors."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
@@ -10,12 +11,12 @@ from pallas_ce.api import integration
 from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import CrossEntropyOptions, LogProbsOptions, WholeHeadOptions
+from torch_bridge.api.prepared import Prepared, prepared
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROBS, LINEAR_ROW_STATISTICS
-from torch_bridge.autograd.partitioned import gathering
 
 
 @documented
-@gathering
+@prepared
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -24,7 +25,7 @@ def linear_cross_entropy(
     shift: int = 0,
     return_metrics: bool = False,
     **options: Unpack[CrossEntropyOptions],
-) -> Any:
+) -> Prepared[Any]:
     r"""Cross entropy of `softcap(logit_scale · (input @ linear_weight.T + linear_bias))`, without storing those logits.
 
     The value and gradients of `torch.nn.functional.cross_entropy(input @ linear_weight.T + linear_bias, target, …)`,
@@ -66,15 +67,15 @@ def linear_cross_entropy(
         (torch.Size([2, 5, 8]), torch.Size([100, 8]))
     """
     head = checks.head(input, linear_weight, **options)
-    tensors = checks.loss(head.leading, head.size, head.dtype, target, shift=shift, **options)
-    given = {**options, **head.given, **tensors, "return_metrics": return_metrics}
-    loss, *metrics = LINEAR_CROSS_ENTROPY.call(given)
-    loss = head.shaped(loss)
-    return (loss, Metrics(*cast(Any, metrics[:5]))) if return_metrics else loss
+    taken = checks.loss(head.leading, head.size, head.dtype, target, shift=shift, **options)
+    given = {**options, **head.given, **taken, "return_metrics": return_metrics}
+    if not return_metrics:
+        return LINEAR_CROSS_ENTROPY, given, next
+    return LINEAR_CROSS_ENTROPY, given, lambda found: (next(found), Metrics(*itertools.islice(found, 5)))
 
 
 @documented
-@gathering
+@prepared
 def linear_row_statistics(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -85,7 +86,7 @@ def linear_row_statistics(
     temperature: float | Tensor = 1.0,
     logit_weights: Tensor | None = None,
     **options: Unpack[WholeHeadOptions],
-) -> RowStatistics:
+) -> Prepared[RowStatistics]:
     r"""Statistics of each row of the logits, which are not stored: any loss written in PyTorch on top of them trains.
 
     Differentiable in `input`, `linear_weight` and its parts, `linear_bias` and `logit_scale`, once, with any
@@ -129,16 +130,16 @@ def linear_row_statistics(
     given = {
         "target": None if target is None else checks.labels(target, head.leading, several=True, size=head.size),
         "statistics": ",".join(names),
-        "logit_weights": logit_weights,
+        "logit_weights": None if logit_weights is None else checks.as_it_is,
         "row_mask": checks.mask(row_mask, input),
         **checks.temperature(temperature, head.leading, head.dtype),
     }
-    found = LINEAR_ROW_STATISTICS.call(options | head.given | given)
-    return RowStatistics(**dict(zip(names, map(head.shaped, found), strict=False)))
+    given = options | head.given | given
+    return LINEAR_ROW_STATISTICS, given, lambda found: RowStatistics(**dict(zip(names, found, strict=False)))
 
 
 @documented
-@gathering
+@prepared
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -151,7 +152,7 @@ def linear_log_probs(
     return_hit: bool = False,
     shift: int = 0,
     **options: Unpack[LogProbsOptions],
-) -> Any:
+) -> Prepared[Any]:
     r"""Log-probabilities of `target` under `softmax(z)`, without storing logits.
 
         z = softcap(logit_scale · (input @ linear_weight.T + linear_bias)) / temperature,
@@ -209,9 +210,9 @@ def linear_log_probs(
     given = asked | {"target": labels} | checks.temperature(temperature, head.leading, head.dtype)
     if support is not None:
         given["support"] = checks.support(support, target, head.leading, shift)
-    found = map(head.shaped, LINEAR_LOG_PROBS.call(options | head.given | given))
     names = ["log_probs", *(name.removeprefix("return_") for name, wanted in asked.items() if wanted)]
     names += ["in_support"] * (support is not None)
+    given = options | head.given | given
     if len(names) == 1:
-        return next(found)
-    return LogProbs(**dict(zip(names, cast(Any, found), strict=False)))
+        return LINEAR_LOG_PROBS, given, next
+    return LINEAR_LOG_PROBS, given, lambda found: LogProbs(**dict(zip(names, cast(Any, found), strict=False)))

@@ -84,7 +84,7 @@ def vocab_parallel_cross_entropy(
     part = Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
     part.check(input, target, validate_parts, options)
     checked = checks.loss(input.shape[:-1], vocab_size, input.dtype, target, **options)
-    target, counted = part.counted(checked["target"], input, options)
+    target, counted = part.counted(cast(Any, checked["target"])(target), input, options)
     names, further, of_loss = ["lse", "log_prob"], {}, cast(Any, {**options})
     if checked["label_smoothing"] is not None:
         names.append("mean_log_prob")
@@ -155,7 +155,7 @@ def vocab_parallel_log_probs(
     """
     part = Part(checks.weight(linear_weight), vocab_start, vocab_size, group)
     part.check(input, target, validate_parts, options)
-    target = checks.labels(target, input.shape[:-1], size=vocab_size, **options)
+    target = checks.labels(target, input.shape[:-1], size=vocab_size, **options)(target)
     target, counted = part.counted(target, input, options)
     names = ["log_prob", *["entropy"] * return_entropy, *["argmax"] * return_argmax]
     row = part.statistics(names, input, target, counted, options, temperature=temperature)

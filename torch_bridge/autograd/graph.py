@@ -4,12 +4,13 @@ The dispatcher's wrapping of a Python operator costs more than the operation. On
 constants in functional transforms need it. All other calls are `Eager`, with the same programs and saved tensors.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pallas_ce import LowRank
 from torch_bridge.autograd import OPERATORS, first_order, partitioned
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
@@ -28,15 +29,53 @@ def serves(tensors: Iterable[Tensor | None]) -> bool:
     )
 
 
+class Call(NamedTuple):
+    """A call of an `Operation`, which holds no tensor.
+
+    Attributes:
+        operation: its operator and programs.
+        takes: for the tensors that there are, functions of the arguments that have their names.
+        static: the operator's static arguments.
+        program: the program, where autograd alone follows the call.
+    """
+
+    operation: Any
+    takes: Mapping[str, Any]
+    static: tuple[Any, ...]
+    program: Program | None
+
+    def taken(self, given: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors, of a public function's arguments."""
+        if isinstance(weight := given["linear_weight"], LowRank):
+            given = {**given, "linear_weight": weight.weight, "linear_up": weight.up, "linear_down": weight.down}
+        return [take(given.get(name)) for name, take in self.takes.items()]
+
+    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The function's outputs, differentiable as the tensors require it."""
+        if self.program is None:
+            found: list[Tensor] = getattr(OPERATORS, self.operation.name)(*self.of_operator(tensors), *self.static)
+            return found
+        if not self.static[0]:
+            return calls.forward(self.program, tensors)
+        function: Any = Eager
+        outputs: tuple[Tensor, ...] = function.apply(*tensors, self)
+        return outputs
+
+    def of_operator(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """All tensors of the operator; None for those that are missing."""
+        return list(map(dict(zip(self.takes, tensors, strict=True)).get, self.operation.tensors))
+
+
 class Eager(torch.autograd.Function):
-    """`(*tensors, operation, program, static) -> outputs`, for an `Operation` and its arguments."""
+    """`(*tensors, call) -> outputs`."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         """The program's outputs."""
-        *tensors, operation, program, static = inputs
+        *tensors, call = inputs
+        program = call.program
         found = calls.forward(program, tensors, program.staying)
-        save(ctx, operation, program, static, tensors, found, True)
+        save(ctx, call, tensors, found, True)
         return tuple(found[: program.outputs])
 
     @staticmethod
@@ -45,23 +84,25 @@ class Eager(torch.autograd.Function):
         return differentiate(ctx, cotangents)
 
 
-def save(
-    ctx: Any, operation: Any, program: Program, static: Any, tensors: Sequence[Any], found: Sequence[Any], eager: bool
-) -> None:
+def save(ctx: Any, call: Call, tensors: Sequence[Tensor], found: Sequence[Any], eager: bool) -> None:
     """Saves what `differentiate` needs of a forward on `tensors`, and of what it found."""
-    ctx.operation, ctx.program, ctx.static, ctx.eager = operation, program, static, eager
+    program: Any = call.program
+    ctx.call, ctx.eager = call, eager
     # JAX's arrays: numbers by row, which live as long as the graph.
-    ctx.staying = {i: x for i, x in enumerate(found) if not isinstance(x, Tensor)}
+    ctx.staying = {i: found[i] for i in program.staying} if eager else {}
     # An output that is not needed is not saved: the caller may change it in place.
-    needed = [i not in ctx.staying and (i in program.reread or i >= program.outputs) for i in range(len(found))]
-    ctx.save_for_backward(*tensors, *[x if wanted else None for x, wanted in zip(found, needed, strict=True)])
-    ctx.mark_non_differentiable(*[x for x in found[program.differentiable :] if isinstance(x, Tensor)])
+    unsaved = program.unread | ctx.staying.keys()
+    ctx.save_for_backward(*tensors, *[None if i in unsaved else x for i, x in enumerate(found)])
+    others = [x for i, x in enumerate(found) if i >= program.differentiable and i not in ctx.staying]
+    if others:
+        ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)
 
 
 def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients of all arguments; none are computed but those that this backward pass uses."""
-    names, given = ctx.operation.tensors, cotangents[: ctx.program.differentiable]
+    names = ctx.call.takes if ctx.eager else ctx.call.operation.tensors
+    given = cotangents[: ctx.call.program.differentiable]
     made = _gradients(ctx, given) if any(x is not None for x in given) else {}
     return (*map(made.get, names), *[None] * (len(ctx.needs_input_grad) - len(names)))
 
@@ -69,13 +110,13 @@ def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor
 def _gradients(ctx: Any, given: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
     """What the backward returns, by names of tensors."""
     first_order.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(given)})
-    signature, saved, names = ctx.program.signature, ctx.saved_tensors, ctx.operation.tensors
-    tensors, found = saved[: len(names)], list(saved[len(names) :])
+    call, saved = ctx.call, ctx.saved_tensors
+    signature, count = call.program.signature, len(call.takes)
+    tensors, found = saved[:count], list(saved[count:])
     # Tensors that are missing have no edge.
-    edges = zip([name for name, _ in signature.arrays], ctx.next_functions, strict=False)
-    possible = {name for name, is_needed in zip(names, ctx.needs_input_grad, strict=False) if is_needed}
-    possible.intersection_update(signature.differentiated)
-    nodes = {name: node for name, (node, _) in edges if name in possible and _is_executed(node) is not False}
+    edges = zip(call.takes, ctx.next_functions, strict=False)
+    possible = {name: node for name, (node, _) in edges if node is not None and name in signature.differentiated}
+    nodes = {name: node for name, node in possible.items() if _is_executed(node) is not False}
     if not nodes:
         return {}
     asked = tuple(nodes)
@@ -89,10 +130,10 @@ def _gradients(ctx: Any, given: Sequence[Tensor | None]) -> dict[str, Tensor | N
             found[place] = array if is_served else exchange.to_torch(array)[: tensors[0].shape[0]]
         made: dict[str, Tensor | None]
         if is_served:
-            made = _computed(ctx.program, tensors, found, given, asked, total)
+            made = _computed(call.program, tensors, found, given, asked, total)
         else:
-            backward = getattr(OPERATORS, f"{ctx.operation.name}_backward")
-            gradients = backward(*tensors, *ctx.static, found, list(given), ",".join(asked))
+            backward = getattr(OPERATORS, f"{call.operation.name}_backward")
+            gradients = backward(*call.of_operator(tensors), *call.static, found, list(given), ",".join(asked))
             made = dict(zip(asked, gradients, strict=True))
     for node in nodes.values():
         if partitioned.is_partitioned(leaf := getattr(node, "variable", None)) and _is_executed(node):

@@ -4,7 +4,7 @@ An operator returns the function's outputs and, behind them, what its backward n
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,6 @@ from torch_bridge.programs import calls
 from torch_bridge.programs import program as programs
 from torch_bridge.programs.functions import Function, Options
 from torch_bridge.programs.program import Program, Shape, Signature
-
-# Packed batches bring a new token count, hence a new key, with nearly every call.
-_CALLS_KNOWN = 4096
 
 # Tensors of every head: the low-rank term of its weight is `[V, r]` and `[r, H]`.
 _HEAD = ("input", "linear_weight", "target", "linear_up", "linear_down", "linear_bias", "logit_scale")
@@ -53,9 +50,6 @@ class Operation:
         # Now and not when first read: torch.compile guards the attributes that a trace has read.
         self.name, self.tensors = name, _HEAD + further
         self.function = Function(getattr(pallas_ce, name.removesuffix("_of_parts")), steps)
-        self._missing: dict[str, Any] = dict.fromkeys(self.tensors) | _DEFAULTS
-        # Programs by a key that is quicker to make than a signature.
-        self._known: dict[Hashable, Program] = {}
         given = [f"Tensor{'' if x in _HEAD[:2] else '?'} {x}" for x in self.tensors]
         inputs = ", ".join([*given, "str differentiated", *[f"{kind} {x}" for x, kind in _TYPES.items()]])
         forward = register(name, self._forward, f"({inputs}) -> Tensor[]", self._forward_shapes)
@@ -67,26 +61,21 @@ class Operation:
             flops = functools.partial(self._flops, is_backward)
             flop_counter.register_flop_formula(getattr(OPERATORS, of), get_raw=True)(flops)
 
-    def call(self, given: dict[str, Any]) -> list[Tensor]:
-        """The function's outputs, differentiable as the tensors require it.
+    def call(self, checked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[graph.Call, list[Tensor]]:
+        """A call on a public function's arguments `given`, and its tensors.
 
-        `given` are checked arguments of a public function, by name; static ones that are missing have their defaults.
+        `checked` has by name what takes the tensors, and static arguments; ones that are missing have their defaults.
         """
-        given = self._missing | given
-        tensors = [given[name] for name in self.tensors]
-        named = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
+        call = graph.Call(self, {x: take for x in self.tensors if (take := checked.get(x)) is not None}, (), None)
+        tensors = call.taken(given)
+        named = dict(zip(call.takes, tensors, strict=True))
         exchange.check_one_device(named)
         first_order.reverse_mode(named)
         follows = named.items() if torch.is_grad_enabled() else ()
         differentiated = [name for name, x in follows if x.requires_grad and name not in _CONSTANT]
-        static = (",".join(differentiated), *[given[name] for name in _DEFAULTS])
-        if not graph.serves(tensors):
-            return list(getattr(OPERATORS, self.name)(*tensors, *static))
-        program = self.program(tensors, static)
-        if not differentiated:
-            return calls.forward(program, tensors)
-        function: Any = graph.Eager
-        return list(function.apply(*tensors, self, program, static))
+        static = (",".join(differentiated), *[checked.get(name, default) for name, default in _DEFAULTS.items()])
+        program = self.program(list(map(named.get, self.tensors)), static) if graph.serves(tensors) else None
+        return call._replace(static=static, program=program), tensors
 
     def signature(self, tensors: Sequence[Any], static: Sequence[Any]) -> Signature:
         """The call's signature; both arguments are the operator's."""
@@ -105,14 +94,7 @@ class Operation:
 
     def program(self, tensors: Sequence[Any], static: Sequence[Any]) -> Program:
         """The program for a call with the operator's arguments."""
-        key = (_vocab_axis(tensors[1]), *static, *[None if x is None else (x.shape, x.dtype) for x in tensors])
-        if (program := self._known.get(key)) is None:
-            program = programs.program(self.signature(tensors, static), calls.bucket(tensors[0].shape[0]))
-            cached = programs.program.cache_info()
-            if len(self._known) >= _CALLS_KNOWN or cached.currsize == cached.maxsize:
-                self._known.clear()  # and lets go of programs that the cache has evicted
-            self._known[key] = program
-        return program
+        return programs.program(self.signature(tensors, static), calls.bucket(tensors[0].shape[0]))
 
     def _for_any_rows(self, arguments: Sequence[Any]) -> Program:
         return programs.program(self.signature(*self._split(arguments)), programs.ANY_ROWS)
@@ -124,12 +106,13 @@ class Operation:
 
     def _forward(self, *arguments: Any) -> list[Tensor]:
         tensors, static = self._split(arguments)
-        return calls.forward(self.program(tensors, static), tensors)
+        return calls.forward(self.program(tensors, static), _present(tensors))
 
     def _backward(self, *arguments: Any) -> list[Tensor]:
         tensors, static = self._split(arguments)
         found, cotangents, asked = arguments[-3:]
-        return calls.backward(self.program(tensors, static), tensors, found, cotangents, tuple(asked.split(",")))
+        program = self.program(tensors, static)
+        return calls.backward(program, _present(tensors), found, cotangents, tuple(asked.split(",")))
 
     def _forward_shapes(self, *arguments: Any) -> list[Tensor]:
         rows, like = arguments[0].shape[0], arguments[0].new_empty
@@ -157,7 +140,13 @@ class Operation:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         tensors, static = self._split(inputs)
-        graph.save(ctx, self, self._for_any_rows(inputs), static, tensors, output, False)
+        there = dict.fromkeys(name for name, x in zip(self.tensors, tensors, strict=True) if x is not None)
+        call = graph.Call(self, there, tuple(static), self._for_any_rows(inputs))
+        graph.save(ctx, call, _present(tensors), output, False)
+
+
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
 
 
 def _vocab_axis(weight: Tensor) -> int:

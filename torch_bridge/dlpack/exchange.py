@@ -48,12 +48,12 @@ SHARDED = (
 LETTING_GO_SECONDS = 0.1
 
 # Whether this process was forked from one in which JAX had started: its threads are not here, and JAX waits for them.
-_forked = False
+forked = False
 
 
 def _after_fork() -> None:
-    global _forked
-    _forked = _forked or xla_bridge.backends_are_initialized()
+    global forked
+    forked = forked or xla_bridge.backends_are_initialized()
 
 
 if hasattr(os, "register_at_fork"):
@@ -203,7 +203,7 @@ def _let_go(device: torch.device) -> None:
 
     They drop them a little after the results are there. Once the interpreter has ended, that aborts the process.
     """
-    if _forked:  # those threads are the parent's
+    if forked:  # those threads are the parent's
         return
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -265,7 +265,7 @@ def written(into: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 def check_dense(name: str, tensor: Any) -> None:
     """Refuses all but a plain dense tensor with memory of its own, and a process in which JAX would hang."""
-    if _forked:
+    if forked:
         raise RuntimeError(
             "this process was forked from one in which JAX had started, and JAX would wait for ever for threads that "
             "only that one has: start it with torch.multiprocessing.get_context('forkserver') or 'spawn'"

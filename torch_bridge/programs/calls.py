@@ -34,7 +34,7 @@ def bucket(rows: int) -> int:
     return 256 if rows <= 256 else max(1024, 1 << (rows - 1).bit_length())
 
 
-def forward(program: Program, tensors: Sequence[Tensor | None], staying: frozenset[int] = frozenset()) -> list[Any]:
+def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int] = frozenset()) -> list[Any]:
     """The outputs, and what the backward needs beside them and the inputs, of dense tensors on one device.
 
     Results are tensors; at the places `staying` they are JAX's arrays, with the padding of the program's rows.
@@ -45,7 +45,7 @@ def forward(program: Program, tensors: Sequence[Tensor | None], staying: frozens
 
 def backward(
     program: Program,
-    tensors: Sequence[Tensor | None],
+    tensors: Sequence[Tensor],
     saved: Sequence[Tensor | jax.Array | None],
     cotangents: Sequence[Tensor | None],
     asked: tuple[str, ...],
@@ -53,7 +53,7 @@ def backward(
 ) -> list[Tensor]:
     """The gradients of the inputs in `asked`, from the forward's inputs and `saved`, all that it returned.
 
-    Outputs that `Program.reread` does not name may be missing. A cotangent that is None is zero. A `total` to which
+    Outputs that `Program.unread` names may be missing. A cotangent that is None is zero. A `total` to which
     `adds_to` says the weight's gradient can be added is returned in place of that.
     """
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]), adds=total is not None)
@@ -93,9 +93,9 @@ def _as_weight_lies(program: Program, found: list[Tensor], names: tuple[str, ...
     return found
 
 
-def _in_memory_order(program: Program, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors that are there, with the weight `[H, V]` where that is how it lies in memory."""
-    given = [x for x in tensors if x is not None]
+def _in_memory_order(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with the weight `[H, V]` where that is how it lies in memory."""
+    given = list(tensors)
     if program.signature.options.vocab_axis:
         given[WEIGHT] = given[WEIGHT].t()
     return given

@@ -72,7 +72,7 @@ class Program:
         found: what the forward returns: outputs, differentiable ones first, and what else a backward needs.
         outputs: how many outputs there are.
         differentiable: how many of them have gradients.
-        reread: indices of the outputs that the backward needs.
+        unread: indices of the outputs that the backward does not need.
         taken: all that a backward can take, named: inputs, `found`, cotangents, and a sum for the weight's gradient.
         staying: indices of what only a backward reads and takes a number a row. Where autograd need not see it, it
             stays with JAX, which saves two exchanges each.
@@ -96,7 +96,7 @@ class Program:
             for place, x in enumerate(found)
         )
         known, cotangents = jax.tree.leaves(self._known), self.found[: self.differentiable]
-        self.reread = frozenset(i for i in known if i < self.outputs)
+        self.unread = frozenset(range(self.outputs)).difference(known)
         self.staying = frozenset(i for i in known if i >= self.outputs and self.found[i].axes == (None,))
         taken = [("what the forward kept", x) for x in self.found] + [("a cotangent", x) for x in cotangents]
         total = signature.arrays[WEIGHT][1]._replace(dtype=np.dtype(np.float32))
@@ -115,7 +115,7 @@ class Program:
             return self._backwards[asked, given, adds]
         flat: list[Any] = self.structs()
         inputs, cotangents = len(self.signature.arrays), len(flat) - 1 - len(given)
-        absent = [inputs + i for i in range(self.outputs) if i not in self.reread]
+        absent = [inputs + i for i in self.unread]
         absent += [cotangents + i for i, is_given in enumerate((*given, adds)) if not is_given]
         for place in absent:
             flat[place] = None
