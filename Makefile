@@ -1,10 +1,10 @@
 # Every command of the project. `make train` and `make test` are all a newcomer needs: each makes its own environment.
 # Options: EXTRA=cuda12|cuda13 for a GPU (in an environment of its own), ARGS="..." for the command that runs,
 # PYTHON=/path/to/python for the interpreter of a new environment (searched for by default), WORKERS=2 test processes,
-# MINUTES=5 of fuzzing, CASES=4 of each test that the gates leave out.
+# MINUTES=5 of fuzzing, CASES=3 of each test that the gates leave out.
 WORKERS ?= 2
 MINUTES ?= 5
-CASES ?= 4
+CASES ?= 3
 VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
@@ -42,7 +42,7 @@ test: $(VENV)/.dev  ## run every quality gate (nine minutes on two processors)
 	@$(MAKE) --no-print-directory --jobs=2 pytest $(BESIDE)
 
 # What is drawn, only with more examples. Beside the tests the network brings the environments of the others.
-test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (fifty minutes)
+test-all: $(VENV)/.dev  ## run the gates and everything that they leave out (forty-five minutes)
 	@$(MAKE) --no-print-directory test BESIDE=environments ARGS='-m "not gpu and not nightly and not drawn"'
 	@$(MAKE) --no-print-directory test-nightly
 
