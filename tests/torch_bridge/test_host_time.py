@@ -1,9 +1,11 @@
 """What makes a call cheap for the host, counted rather than timed: what must not happen, and what happens once."""
 
 import functools
+import gc
 import os
 import sys
 import types
+import weakref
 from unittest import mock
 
 import jax
@@ -146,6 +148,19 @@ def test_a_call_is_checked_though_it_equals_one_that_was_seen(head, seen, refuse
     linear_cross_entropy(**given | seen)
     with pytest.raises(error):
         linear_cross_entropy(**given | refused)
+
+
+def test_no_signature_keeps_a_tensor(head):
+    class Target(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl  # what is made of it is a plain tensor
+
+    hidden, weight, target = head
+    target = target.reshape(2, -1).as_subclass(Target)
+    linear_cross_entropy(hidden.reshape(2, -1, WIDTH), weight, target)
+    gone = weakref.ref(target)
+    del target
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_pytorch_is_set_to_is_part_of_the_signature(head):

@@ -1,6 +1,6 @@
 """Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value.
 
-A check returns how the operator takes the tensor: a function that calls with the same signature repeat without a check.
+A check returns the function by which the operator takes the tensor. Later calls of the same signature run that alone.
 """
 
 import functools

@@ -78,7 +78,7 @@ def _signature(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     try:
         found = (function, settings, *map(_facts, args), *kwargs, *map(_facts, kwargs.values()))
         hash(found)
-    except (TypeError, RuntimeError):  # an argument has no hash; a tensor has no strides
+    except (TypeError, RuntimeError):  # an argument has no hash, or is of a tensor's subclass; a tensor has no strides
         return None
     return found
 
@@ -89,4 +89,6 @@ def _facts(x: Any) -> Hashable:
         return x.shape, x.layout, x.stride(), x.dtype, x.device, x.requires_grad
     if kind is LowRank:
         return kind, *map(_facts, (x.scale, x.weight, x.up, x.down))
+    if isinstance(x, Tensor):  # its hash is of its address, and a signature would keep it
+        raise TypeError(kind)
     return kind, x
