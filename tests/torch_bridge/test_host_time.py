@@ -152,7 +152,7 @@ def test_a_call_is_checked_though_it_equals_one_that_was_seen(head, seen, refuse
 
 def test_no_signature_keeps_a_tensor(head):
     class Target(torch.Tensor):
-        __torch_function__ = torch._C._disabled_torch_function_impl  # what is made of it is a plain tensor
+        __torch_function__ = torch._C._disabled_torch_function_impl  # its products are plain tensors
 
     hidden, weight, target = head
     target = target.reshape(2, -1).as_subclass(Target)
