@@ -7,10 +7,9 @@ Sections, each a result file:
     heads    heads of published models, N 8192
     options  ignored rows, frozen weight, entropy, half the scratch, at N 16384, V 131072
     masked   none, 0.1, 5 and 30 % of the rows ignored
-    implementations  every pass by every implementation
-    triton   the grid by Triton
-    pointers the same with the tiles of Ampere, which load by pointers
-    ampere   the same with those and Ampere's instructions, which newer GPUs run, too
+    implementations  every pass by the kernels of both kinds in turn, over the grid; by XLA too at a few points
+    pointers Triton at those points with the tiles of Ampere, which load by pointers
+    ampere   the same with Ampere's instructions, which newer GPUs run, too
     targets  K labels a row, and row temperatures, by default
     float32  TF32 and full float32, beside products of that precision
     low_rank a frozen weight with a low-rank term that is trained
@@ -48,10 +47,8 @@ HEADS = {
 }
 OPTIONS_SHAPE = (16384, 131072, 4096)
 _MASKED_SHAPES = [(8192, 131072, 4096), (8192, 151936, 2048), (16384, 32768, 4096)]
-_COMPARED = [
-    *((8192, 131072, 4096), (4096, 32768, 4096), (1024, 131072, 4096)),
-    *((8192, 151936, 2048), (16384, 65536, 4096)),
-]
+_COMPARED = [(n, v, 4096) for n, v in ((1024, 131072), (4096, 32768), (8192, 131072), (16384, 65536))]
+_COMPARED.append(HEADS["Qwen3 1.7B"])
 _SHARES = (0.0, 0.001, 0.05, 0.3)
 
 _ALL: tuple[Implementation, ...] = ("mosaic_gpu", "triton", "xla")
@@ -206,7 +203,6 @@ def _measure_patched(
 _AMPERE_TILES = {"NARROW": dict.fromkeys(configs.NARROW, configs.NARROW[80]), "PRODUCTS": {}}
 _by_pointers = functools.partial(_measure_patched, configs, _AMPERE_TILES)
 _as_on_ampere = functools.partial(_measure_patched, binding, {"capability": lambda: 80})
-
 _by_triton = functools.partial(passes, name="triton")
 
 SECTIONS = {
@@ -216,10 +212,12 @@ SECTIONS = {
     "heads": [Case(model, shape, functools.partial(standard, name=None)) for model, shape in HEADS.items()],
     "options": [Case("options", OPTIONS_SHAPE, variants)],
     "masked": [Case(f"{n}x{v}x{h}", (n, v, h), masked) for n, v, h in _MASKED_SHAPES],
-    "implementations": [Case(f"{n}x{v}x{h}", (n, v, h), functools.partial(by_each, _ALL)) for n, v, h in _COMPARED],
-    "triton": [Case(f"{n}x{v}", (n, v, h), _by_triton) for n, v, h in GRID],
-    "pointers": [Case(f"{n}x{v}", (n, v, h), _by_triton, _by_pointers) for n, v, h in GRID],
-    "ampere": [Case(f"{n}x{v}", (n, v, h), _by_triton, _as_on_ampere) for n, v, h in GRID],
+    "implementations": [
+        Case("{}x{}x{}".format(*shape), shape, functools.partial(by_each, _ALL if shape in _COMPARED else _ALL[:2]))
+        for shape in dict.fromkeys((*_COMPARED, *GRID))
+    ],
+    "pointers": [Case(f"{n}x{v}x{h}", (n, v, h), _by_triton, _by_pointers) for n, v, h in _COMPARED],
+    "ampere": [Case(f"{n}x{v}x{h}", (n, v, h), _by_triton, _as_on_ampere) for n, v, h in _COMPARED],
     "targets": [Case("targets", (8192, 131072, 4096), targets_and_temperatures)],
     "float32": [
         Case(name, (4096, 65536, 2048), functools.partial(by_each, _ALL[1:]), functools.partial(_measure_float32, name))
