@@ -227,6 +227,7 @@ def linear_cross_entropy_and_gradients(
         logit_scale: their scale, a constant here.
         reduction: "mean" or "sum".
         normalizer: the mean's divisor. With all micro-batches' divisor, their losses add up to the whole mean.
+        mesh_axes: likewise; what its `grad` says does not matter here.
 
     Returns:
         LossAndGradients: see there.
@@ -259,6 +260,8 @@ def linear_cross_entropy_and_gradients(
             "weight is a LowRank; the gradients of its terms are small, so differentiate linear_cross_entropy instead"
         )
     problem = Problem.read(hidden, weight, checks.ids("labels", labels), **options)
+    if (axes := problem.mesh_axes) is not None:  # gradients that are returned meet collectives as `jax.grad`'s inside
+        problem = dataclasses.replace(problem, mesh_axes=dataclasses.replace(axes, grad="inside"))
     if problem.options.by_row:
         raise ValueError("reduction='none' has no single gradient to add; choose 'mean' or 'sum'")
     if bias_sum is not None and problem.bias is None:

@@ -20,6 +20,7 @@ from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.gradient_products import INPUTS, NO_ARRAYS, Arrays, PerInput
+from pallas_ce.streaming.loops import vary_like
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, present, with_placeholder_rows, zeroed
 
 _REFUSAL = (
@@ -200,7 +201,7 @@ def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool
             return loss(call, constants.replaced(every), False)[0]
 
         value, back = jax.vjp(loss_of, inputs.where(needs_grad))
-        (gradients,) = back(cotangent)
+        (gradients,) = back(vary_like(cotangent, value))
         weight = gradients.weight.astype(head.spec.accumulator)
         return value, gradients._replace(weight=added(present(operands.weight_sum), weight))
     if call.in_forward:
@@ -213,4 +214,4 @@ def loss_and_gradients(call: Call, operands: Operands, needs_grad: PerInput[bool
         return total_of(known.statistics), known.sums._replace(hidden=hidden, bias=bias)
     found, kept = recompute.forward(call, operands, needs_grad)
     value, back = jax.vjp(total_of, found)
-    return value, recompute.backward(call, operands, needs_grad, kept, _given(*back(cotangent)))
+    return value, recompute.backward(call, operands, needs_grad, kept, _given(*back(vary_like(cotangent, value))))

@@ -171,23 +171,27 @@ def test_a_support_takes_memory_by_rows_and_ids_where_the_vocabulary_is_split() 
     assert compiled.memory_analysis().temp_size_in_bytes <= budget + 4 * n * 64 + 4 * v // 8 * 64 + 48 * n * k
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=4)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("layout", "checked"),
-    [(layout, x) for layout in LAYOUTS[1:4] for x in (True, False) if x or not layout.only_rows],
+    ("layout", "checked", "grad"),
+    [
+        *((x, False, grad) for x in LAYOUTS[1:] for grad in ("outside", None, "inside") if not x.only_rows),
+        *((layout, True, None) for layout in LAYOUTS[1:]),
+    ],
     **IDS,
 )
-def test_gradients_are_added_to_sums_inside_shard_map(layout: Layout, checked: bool) -> None:
-    """Unchecked, each device would add up its own rows' gradients to a sum of its own."""
-    axes = MeshAxes(**layout.axes, grad=None if checked else "inside")
+def test_gradients_are_added_to_sums_inside_shard_map(layout: Layout, checked: bool, grad: Any, mode: str) -> None:
+    """Whatever is said of `jax.grad`. Unchecked, each device adds up its own rows' gradients to a sum of its own."""
+    axes = MeshAxes(**layout.axes, grad=grad)
 
     def local(a: Any) -> Any:
-        value, found = layouts.added(a, layout.vocabulary, backward="in_forward", mesh_axes=axes)
+        value, found = layouts.added(a, layout.vocabulary, backward=mode, mesh_axes=axes)
         return jax.lax.psum(value, layout.only_rows) if layout.only_rows else value, found
 
     out = P(), {name: layout.specs[name] for name in ("hidden", "weight", "bias")}
     function = jax.shard_map(local, mesh=mesh(), in_specs=(layout.specs,), out_specs=out, check_vma=checked)
-    same(jax.jit(function)(arrays(layout.vocabulary)), expected("sums, in_forward", layout.vocabulary))
+    same(jax.jit(function)(arrays(layout.vocabulary)), expected(f"sums, {mode}", layout.vocabulary))
 
 
 @pytest.mark.nightly(keep=1)
