@@ -22,7 +22,7 @@ type DTypeLike = jax.typing.DTypeLike
 # Between these all that is made of float32 logits of ±1e4 stays finite, values and gradients: a logit over T is then at
 # most 1e9, which is rounded to multiples of 64, so that probabilities beside a rounded log-sum-exp cannot overflow;
 # 1/T does not underflow, nor does a soft cap over T leave float32's range.
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-5, 1e30
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = (float(np.float32(x)) for x in (1e-5, 1e30))  # as arrays of float32 have them
 _TEMPERATURES = f"{_LEAST_TEMPERATURE:g} and {_MOST_TEMPERATURE:g}"  # torch.compile takes no number into a text
 
 
@@ -139,6 +139,13 @@ def shift(value: Any, labels: Any | None, leading: tuple[int, ...]) -> int:
     if value and not leading:
         raise ValueError(f"shift={value} needs an axis of positions; hidden is a single row [H]")
     return value
+
+
+def scratch(scratch_bytes: Any) -> int | None:
+    """`scratch_bytes` as an int or None."""
+    if scratch_bytes is None:
+        return None
+    return integer("scratch_bytes", scratch_bytes, "a positive int, or None for the default", 1)
 
 
 def ignored(ignore_index: Any) -> int | None:

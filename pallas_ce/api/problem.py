@@ -147,8 +147,6 @@ class Problem:
             raise ValueError("validate_labels=True needs labels, which is None")
         if shift := checks.shift(shift, labels, leading):
             refuse_shift(shift, (hidden, labels))
-        if scratch_bytes is not None:
-            scratch_bytes = checks.integer("scratch_bytes", scratch_bytes, "a positive int, or None for the default", 1)
         problem = cls(
             hidden=hidden,
             weight=given.weight,
@@ -163,7 +161,7 @@ class Problem:
             spec=spec,
             ignore_index=ignore_index,
             implementation=implementation,
-            scratch_bytes=scratch_bytes,
+            scratch_bytes=checks.scratch(scratch_bytes),
             mesh_axes=mesh_axes,
             shift=shift,
             term_scale=given.scale,

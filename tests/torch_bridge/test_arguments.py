@@ -48,6 +48,7 @@ TERMS = [
 MISTAKES = [
     (linear_cross_entropy, HEAD, [
         (ValueError, "input has shape", {"input": torch.ones(3, 5)}),
+        (TypeError, "input is a NoneType", {"input": None}),
         (ValueError, "linear_weight has shape", {"linear_weight": torch.ones(7)}),
         (TypeError, "linear_weight has dtype", {"linear_weight": torch.ones(7, 4, dtype=torch.int32)}),
         (ValueError, "target has shape", {"target": torch.zeros(4, dtype=torch.int64)}),

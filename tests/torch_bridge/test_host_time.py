@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.torch_bridge import problems
-from torch_bridge import linear_cross_entropy
+from torch_bridge import linear_cross_entropy, linear_row_statistics
 from torch_bridge.api import checks
 from torch_bridge.autograd import operator as ops
 from torch_bridge.dlpack import exchange
@@ -139,6 +139,8 @@ def test_a_call_of_a_signature_that_was_seen_is_not_checked(head, name, monkeypa
     [
         ({"shift": 0}, {"shift": False}, ValueError),
         ({"vocab_size": 1}, {"vocab_size": True}, ValueError),
+        ({"ignore_index": 1}, {"ignore_index": True}, TypeError),
+        ({"scratch_bytes": 2**20}, {"scratch_bytes": 2.0**20}, ValueError),
         ({"linear_weight": torch.zeros(1).expand(VOCABULARY, WIDTH)},
          {"linear_weight": torch.zeros(VOCABULARY, WIDTH).to_sparse()}, TypeError),
     ],
@@ -148,6 +150,13 @@ def test_a_call_is_checked_though_it_equals_one_that_was_seen(head, seen, refuse
     linear_cross_entropy(**given | seen)
     with pytest.raises(error):
         linear_cross_entropy(**given | refused)
+
+
+def test_an_argument_that_may_change_is_read_by_each_call(head):
+    once = iter(["lse"])
+    linear_row_statistics(*head, statistics=once)
+    with pytest.raises(ValueError, match="statistics is empty"):
+        linear_row_statistics(*head, statistics=once)
 
 
 def test_no_signature_keeps_a_tensor(head):

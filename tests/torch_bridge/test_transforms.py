@@ -50,6 +50,16 @@ def test_transforms_of_torch_func_and_tangents_are_refused(name, transform):
         run(lambda hidden: CALLS[name](hidden, WEIGHT, TARGET))
 
 
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"vocab_parallel"}))  # which needs other processes
+def test_a_batch_of_upstream_gradients_is_refused(name):
+    def call(hidden):
+        return CALLS[name](hidden, WEIGHT, TARGET)
+
+    with pytest.raises(NotImplementedError, match=f"a gradient is batched: leave out vectorize=True.*{REFUSED}"):
+        torch.autograd.functional.jacobian(call, HIDDEN, vectorize=True)
+    assert torch.autograd.functional.jacobian(call, HIDDEN).shape == (*call(HIDDEN).shape, *HIDDEN.shape)
+
+
 @pytest.mark.parametrize("name", ["linear_weight", "logit_scale"])
 def test_the_tensor_that_has_a_tangent_is_named(name):
     tensors = {"linear_weight": WEIGHT, "logit_scale": torch.tensor(1.0)}

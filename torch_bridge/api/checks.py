@@ -76,9 +76,9 @@ def head(input: Tensor, of_weight: Tensor | LowRank, **options: Any) -> Head:
     """Checks a head's tensors, and which of a call's options decide over them; programs check all others."""
     read, linear_bias = weight(of_weight), options.get("linear_bias")
     rows, width = read.weight.shape
-    for name, tensor in (("input", input), ("linear_bias", linear_bias)):
-        if tensor is not None:
-            floating(name, tensor)
+    floating("input", input)
+    if linear_bias is not None:
+        floating("linear_bias", linear_bias)
     if input.ndim < 1:
         raise ValueError("input is a scalar; it must be [..., H]")
     if input.shape[-1] != width:
@@ -97,6 +97,7 @@ def head(input: Tensor, of_weight: Tensor | LowRank, **options: Any) -> Head:
         "term_scale": read.scale,
         "dtype": _DTYPES[dtype],
         "precision": precision_of(options.get("precision"), input.device),
+        "scratch_bytes": integration.checks.scratch(options.get("scratch_bytes")),
         **scalars(dtype, options, "logit_scale"),
     }
     return Head(given, leading, size(options.get("vocab_size"), rows, "linear_weight's rows"), dtype)
@@ -247,11 +248,8 @@ def labels(
         order = _order(target.shape, leading, size)
         order = _CLASSES_LAST if target.shape == (*leading[:1], *leading[2:], size) and leading[1:] else order
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}{order}")
-    take = _ids(target, leading, shift)
-    if not validate_labels:
-        return take
-    ignored = integration.checks.ignored(ignore_index)
-    return lambda x: take(_with_valid_values(x, size, ignored))
+    take, ignored = _ids(target, leading, shift), integration.checks.ignored(ignore_index)
+    return (lambda x: take(_with_valid_values(x, size, ignored))) if validate_labels else take
 
 
 def _order(of_tokens: Sequence[int], leading: Sequence[int], size: int) -> str:

@@ -8,8 +8,10 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -24,6 +26,9 @@ from torch_bridge.programs.program import program as programs
 
 # A checked call: what `Operation.call` takes, and the result of its outputs; it holds no tensor.
 type Prepared[Out] = tuple[Operation, dict[str, Any], Callable[[Iterator[Tensor]], Out]]
+
+# What cannot change. A hash of anything else may be its address, and a signature would keep it.
+_VALUES = {type(None), bool, int, float, str}
 
 # Calls that were checked, by their functions and signatures. Packed batches bring a new token count with nearly each.
 _known: dict[Hashable, tuple[graph.Call, Callable[[Iterator[Tensor]], Any]]] = {}
@@ -78,7 +83,7 @@ def _signature(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     try:
         found = (function, settings, *map(_facts, args), *kwargs, *map(_facts, kwargs.values()))
         hash(found)
-    except (TypeError, RuntimeError):  # an argument has no hash, or is of a tensor's subclass; a tensor has no strides
+    except (TypeError, RuntimeError):  # an argument may change, or is of a tensor's subclass; a tensor has no strides
         return None
     return found
 
@@ -89,6 +94,8 @@ def _facts(x: Any) -> Hashable:
         return x.shape, x.layout, x.stride(), x.dtype, x.device, x.requires_grad
     if kind is LowRank:
         return kind, *map(_facts, (x.scale, x.weight, x.up, x.down))
-    if isinstance(x, Tensor):  # its hash is of its address, and a signature would keep it
+    if kind is tuple:
+        return kind, *map(_facts, x)
+    if kind not in _VALUES and not isinstance(x, Enum | np.generic):
         raise TypeError(kind)
     return kind, x

@@ -3,7 +3,7 @@
 Each of these would give zeros, wrong numbers, or an error of PyTorch's that names no cause.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +44,12 @@ def _followed_by(tensor: Tensor, tracing: bool, in_transform: bool) -> str | Non
     if in_forward_mode and forward_ad.unpack_dual(tensor).tangent is not None:
         return "has a tangent of forward-mode differentiation"
     return None
+
+
+def one_by_one(cotangents: Iterable[Tensor | None]) -> None:
+    """Raises NotImplementedError for a cotangent that stands for a batch of them."""
+    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in cotangents):
+        raise NotImplementedError(f"a gradient is batched: leave out vectorize=True, or is_grads_batched=True; {_ONLY}")
 
 
 def refuse(ctx: Any, *_: Any) -> NoReturn:

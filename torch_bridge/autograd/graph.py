@@ -109,6 +109,7 @@ def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor
 
 def _gradients(ctx: Any, given: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
     """What the backward returns, by names of tensors."""
+    first_order.one_by_one(given)
     first_order.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(given)})
     call, saved = ctx.call, ctx.saved_tensors
     signature, count = call.program.signature, len(call.takes)

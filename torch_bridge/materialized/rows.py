@@ -200,6 +200,7 @@ def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], eager: bool = 
     """The gradients of all arguments."""
     gradient, given = None, list(cotangents[:-2])
     if any(x is not None for x in given):
+        first_order.one_by_one(given)
         # Only the operator raises where the gradient is to be differentiated in turn.
         past = eager and not torch.is_grad_enabled()
         compute = _backward if past else OPERATORS.materialized_row_statistics_backward
