@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 
 from pallas_ce.api import checks
 from pallas_ce.api.checks import ArrayLike
@@ -236,8 +235,7 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
     checks.no_tensor(name, given)
     if not hasattr(given, "shape") or not hasattr(given, "dtype"):
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
-    narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")
-    return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
+    return jax.ShapeDtypeStruct(given.shape, jax.dtypes.canonicalize_dtype(given.dtype))
 
 
 def _mib(count: int) -> str:

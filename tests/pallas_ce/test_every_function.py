@@ -252,6 +252,7 @@ def test_values_and_gradients_stay_finite_at_the_ends_of_the_temperatures_range(
         of_number = jax.jit(functools.partial(gradients, temperature=temperature))
         for x in jax.tree.leaves((of_number(LARGE), of_rows(LARGE, jnp.full(40, temperature)))):
             assert np.isfinite(x).all()
+        by_row(name)(LARGE["hidden"], LARGE["weight"], ROWS, temperature=np.full(40, temperature, np.float32))
 
 
 @pytest.mark.parametrize("name", TEMPERED)

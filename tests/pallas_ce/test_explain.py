@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_ce import Explanation, explain
@@ -43,6 +44,12 @@ def _xla(**options: Any) -> Explanation:
 )
 def test_products_are_counted_for_each_mode_and_frozen_side(options: dict[str, Any], gemms: int) -> None:
     assert _xla(bias=jax.ShapeDtypeStruct((V,), jnp.float32), **options).gemms == gemms
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_of_numpy_s_own_dtypes_are_as_a_call_takes_them() -> None:
+    told = explain(np.ones((4, 8)), np.ones((16, 8)), np.arange(4))
+    assert told == explain(np.ones((4, 8), np.float32), np.ones((16, 8), np.float32), np.arange(4, dtype=np.int32))
 
 
 def test_evaluation_has_no_backward_and_no_gradients() -> None:
