@@ -28,6 +28,7 @@ from pallas_ce.parallel.partitioning import apart_over_width, known_device, row_
 from pallas_ce.parallel.reverse_mode import FORWARD_MODE, REFUSAL
 from pallas_ce.parallel.shards import Axes, Local, RowArrays, Shards, without
 from pallas_ce.streaming.gradient_products import BY_COLUMN
+from pallas_ce.streaming.loops import vary_like
 from pallas_ce.streaming.rows import flat_rows
 
 # `(rows, head, sums, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions. Leaves
@@ -63,7 +64,7 @@ def program[Out](
                     lambda of: (as_rows if of else whole) if isinstance(of, bool) else jax.typeof(of).sharding,
                     by_row(*arguments),
                 )
-                inside = jax.sharding.auto_axes(inside, out_sharding=places)
+                inside = jax.sharding.auto_axes(inside, axes=mesh.explicit_axes, out_sharding=places)
             try:
                 return inside(*arrays)
             except TypeError as error:
@@ -155,12 +156,13 @@ def over_rows(operation: Operation) -> Operation:
     def rule(size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
         (leaves, structure), flags = jax.tree.flatten(arguments), jax.tree.leaves(in_batched)
         is_batched = tuple(in_batched)
-        per_example = jax.eval_shape(
-            operation,
-            *jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[b:], x.dtype), arguments, is_batched),
-        )
+
+        def example(x: jax.Array, b: bool) -> jax.Array:
+            return vary_like(jnp.zeros(x.shape[1:], x.dtype), x) if b else x
+
+        per_example = jax.eval_shape(lambda *given: operation(*jax.tree.map(example, given, is_batched)), *arguments)
         if size == 0:
-            out = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), per_example)
+            out = jax.tree.map(lambda x: vary_like(jnp.zeros((0, *x.shape), x.dtype), x), per_example)
         elif any(jax.tree.leaves(is_batched[1:])) or jax.tree.leaves(per_example[1]):
 
             def one(given: list[jax.Array]) -> tuple[Any, Any]:

@@ -39,7 +39,8 @@ class MeshAxes:
         grad: "inside" where `jax.grad` is called inside the `shard_map`, "outside" where `shard_map` itself is
             differentiated (or nothing is). Only for `check_vma=False`. Inside, the gradient of a scalar that all rows
             share, such as a traced `z_loss` or `normalizer`, is of the device's own rows: add it up over the axes
-            of the rows.
+            of the rows. Gradients of the head's arrays, and of `logit_scale`, are added up already over the axes that
+            `rows` names.
 
     Raises:
         ValueError: axes that the surrounding `shard_map` lacks, that do not go together, or over which JAX knows that

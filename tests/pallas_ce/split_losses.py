@@ -112,6 +112,42 @@ def test_losses_inside_shard_map(name: str, layout: Layout, inside: bool, checke
     test_a_call_inside_shard_map(name, layout, inside, checked)
 
 
+@pytest.mark.parametrize(
+    ("mode", "layout", "lies"),
+    [("recompute", IN_PART[0], P("tensor")), ("in_forward", IN_PART[2], P("tensor", "data"))],
+    **IDS,
+)
+def test_explicit_axes_that_a_shard_map_leaves(mode: str, layout: Layout, lies: P) -> None:
+    """Differentiated inside: outside, JAX would keep scalars for the backward and take their axes for explicit ones."""
+    on, options = mesh(AxisType.Explicit), {"normalizer": 30.0} if layout.only_rows else {}
+    call = functools.partial(layouts.CALLS[mode], vocabulary=layout.vocabulary, **options)
+    local = functools.partial(call, mesh_axes=MeshAxes(**layout.axes))
+    function = mapped(local, layout, layout.only_rows, True, True, mesh=on, axis_names={"data"})
+    with jax.set_mesh(on):
+        given = placed(layout, on)
+        given["weight"] = jax.device_put(arrays(layout.vocabulary)["weight"], NamedSharding(on, lies))
+        same(jax.jit(function)(given), expected(mode, layout.vocabulary, **options), 2e-5)
+
+
+def test_vmap_inside_shard_map() -> None:
+    """Gradients of what varies over fewer axes than the rows."""
+    layout = LAYOUTS[2]
+
+    def several(a: Any, **options: Any) -> Any:
+        def one(factor: Any) -> Any:
+            found = layouts.shifted({**a, "hidden": factor * a["hidden"]}, layout.vocabulary, shift=0, **options)
+            return jnp.sum(a["token_weights"] * found)
+
+        return jnp.sum(jax.vmap(one)(jnp.array([1.0, 0.3])))
+
+    given = {"backward": "recompute", "reduction": "none"}
+    local = functools.partial(several, mesh_axes=MeshAxes(**layout.axes), **given)
+    want = jax.jit(layouts.differentiated(functools.partial(several, reduction="none", implementation="reference")))
+    for inside in (True, False):
+        function = mapped(local, layout, layout.only_rows, inside, True)
+        same(jax.jit(function)(arrays(layout.vocabulary)), want(arrays(layout.vocabulary)), 2e-5)
+
+
 def test_sampled_classes_inside_shard_map() -> None:
     """Each row's label is its largest feature."""
 
