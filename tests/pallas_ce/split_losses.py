@@ -218,7 +218,7 @@ def test_a_support_takes_memory_by_rows_and_ids_where_the_vocabulary_is_split() 
     **IDS,
 )
 def test_gradients_are_added_to_sums_inside_shard_map(layout: Layout, checked: bool, grad: Any, mode: str) -> None:
-    """Whatever is said of `jax.grad`. Unchecked, each device adds up its own rows' gradients to a sum of its own."""
+    """Whatever is said of `jax.grad`. Unchecked, devices that share the weight alone would each have their own sum."""
     axes = MeshAxes(**layout.axes, grad=grad)
 
     def local(a: Any) -> Any:

@@ -81,11 +81,9 @@ def _signature(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return None
     settings = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), checks.settings()
     try:
-        found = (function, settings, *map(_facts, args), *kwargs, *map(_facts, kwargs.values()))
-        hash(found)
+        return (function, settings, *map(_facts, args), *kwargs, *map(_facts, kwargs.values()))
     except (TypeError, RuntimeError):  # an argument may change, or is of a tensor's subclass; a tensor has no strides
         return None
-    return found
 
 
 def _facts(x: Any) -> Hashable:
