@@ -102,7 +102,7 @@ def _start(config: TrainConfig, head: str, folder: str) -> Record:
             in_backend.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listener)
-    with programs_kept(Path(folder)):
+    with programs_kept(Path(folder), anyway=True):
         program = build(config, head, end_of_text=0)
         started = time.perf_counter()
         rows = program.placed(np.zeros((config.batch_size, config.sequence_length + 1), np.int32))
