@@ -37,13 +37,17 @@ def shown(value: Any) -> str:
 
 def no_tensor(name: str, value: Any) -> None:
     """Refuses PyTorch's tensors, and sequences of them, which NumPy would read without their gradients."""
-    torch = sys.modules.get("torch")
-    if torch is not None and any(isinstance(x, torch.Tensor) for x in jax.tree.leaves(value)):
-        has = "is" if isinstance(value, torch.Tensor) else "holds"
+    if any(map(_is_tensor, jax.tree.leaves(value))):
+        has = "is" if _is_tensor(value) else "holds"
         raise TypeError(
             f"{name} {has} a torch.Tensor: torch_bridge has these functions for tensors, with gradients, and to_jax, "
             "which makes an array on a tensor's memory"
         )
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def array(name: str, value: Any) -> jax.Array:
@@ -106,8 +110,12 @@ def labels(
     validate: bool,
     of: str = "hidden's",
     several: bool = False,
+    shift: int = 0,
 ) -> jax.Array:
-    """Integers (not bool), one for each token, or `several`; with `validate`, their values are checked too."""
+    """Integers (not bool), one for each token, or `several`; with `validate`, their values are checked too.
+
+    Each row's is then `shift` positions later.
+    """
     labels = ids("labels", value)
     one_hot = labels.shape == (*leading, vocab_size)
     integers("labels", labels, one_hot * "; of class probabilities take labels.argmax(-1)")
@@ -117,7 +125,7 @@ def labels(
         order = "; arguments come as hidden, weight, labels" if of == "hidden's" else ""
         raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed{order}")
     if validate:
-        label_rule.check(labels, ignore_index, vocab_size)
+        label_rule.check(labels, ignore_index, vocab_size, shift=shift, axis=len(leading) - 1)
     return label_rule.as_array(labels)
 
 
@@ -275,8 +283,9 @@ def above_zero(name: str, value: Any) -> Any:
 
 def static(name: str, value: Any, low: float, high: float, *, words: str) -> float:
     """A number from `low` to `high`, whose value is known when it is traced."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} must be a Python number, not a traced value: it shapes the compiled program")
+    if isinstance(value, jax.core.Tracer) or _is_tensor(value):
+        what = "torch.Tensor" if _is_tensor(value) else "traced value"
+        raise TypeError(f"{name} must be a Python number, not a {what}: it shapes the compiled program")
     if isinstance(value, str):
         raise TypeError(f"{name}={value!r} must be {words}")
     return scalar(name, float(scalar(name, value, low, high, words=words)), low, high, words=words)

@@ -141,11 +141,13 @@ class Problem:
                 softcap = None if spec.softcap is None else spec.softcap / temperature
                 spec = dataclasses.replace(spec, softcap=softcap)
             temperature = None
+        shift = checks.shift(shift, labels, leading)
         if labels is not None:
-            labels = checks.labels(labels, leading, spec.vocab_size, ignore_index, validate_labels, several=several)
+            values = leading, spec.vocab_size, ignore_index, validate_labels
+            labels = checks.labels(labels, *values, several=several, shift=shift)
         elif validate_labels:
             raise ValueError("validate_labels=True needs labels, which is None")
-        if shift := checks.shift(shift, labels, leading):
+        if shift:
             refuse_shift(shift, (hidden, labels))
         problem = cls(
             hidden=hidden,

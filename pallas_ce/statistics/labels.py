@@ -58,8 +58,17 @@ def shifted(values: jax.Array, shift: int, axis: int, fill: int) -> jax.Array:
     return jax.lax.pad(values, jnp.asarray(fill, values.dtype), places)
 
 
-def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: int, name: str = "labels") -> None:
+def check(
+    labels: np.ndarray | jax.Array,
+    ignore_index: int | None,
+    vocab_size: int,
+    name: str = "labels",
+    shift: int = 0,
+    axis: int = 0,
+) -> None:
     """Raises ValueError naming the first label that is neither `ignore_index` nor in the vocabulary.
+
+    The first `shift` places along `axis` are no row's label.
 
     Raises:
         TypeError: `labels` is being traced, so that its values cannot be read.
@@ -76,6 +85,8 @@ def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: 
     bad = (values < 0) | (values >= vocab_size)
     if ignore_index is not None:
         bad &= values != ignore_index
+    if shift:
+        np.moveaxis(bad, axis, 0)[:shift] = False
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ValueError(

@@ -82,6 +82,15 @@ def test_it_is_the_loss_of_slices(name: str, data: Any) -> None:
     assert_close(got, want, 1e-5, floor=1e-6)
 
 
+def test_labels_of_no_row_are_not_validated() -> None:
+    hidden, weight = jnp.ones((2, 3, H)), jnp.ones((V, H))
+    labels = np.array([[V, 0, 1], [V, 2, -100]])
+    linear_cross_entropy(hidden, weight, labels, shift=1, validate_labels=True)
+    linear_log_probs(hidden, weight, labels[..., None], shift=1, validate_labels=True)
+    with pytest.raises(ValueError, match=rf"labels\[1, 1\]={V} is neither"):
+        linear_cross_entropy(hidden, weight, np.where(labels == 2, V, labels), shift=1, validate_labels=True)
+
+
 def test_examples_of_a_vmap_are_shifted_each_by_itself() -> None:
     hidden, weight = jax.random.normal(jax.random.key(0), (3, 4, H)), jax.random.normal(jax.random.key(1), (V, H))
     labels = jnp.arange(12).reshape(3, 4)

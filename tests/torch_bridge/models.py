@@ -91,6 +91,7 @@ def check_step(model, want, *, watched=False, loss=1e-5, gradients=1e-5, **furth
     if watched:
         assert (products.bridged, products.wide) == (["linear_cross_entropy", "linear_cross_entropy_backward"], [])
     exact, exact_gradients = want
+    assert type(out) is type(exact)
     assert relative(out.loss.detach(), exact.loss.detach()) <= loss
     assert found.keys() == exact_gradients.keys()
     for name, gradient in exact_gradients.items():

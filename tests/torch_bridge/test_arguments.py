@@ -75,6 +75,10 @@ MISTAKES = [
         (ValueError, "normalizer is given", {"normalizer": 3.0, "reduction": "sum"}),
         (ValueError, "logit_scale has shape", {"logit_scale": torch.ones(2)}),
         (ValueError, "linear_weight lies on meta", {"linear_weight": torch.ones(7, 4, device="meta")}),
+        (ValueError, "input has dtype torch.float64, which needs JAX", {"input": torch.ones(3, 4).double()}),
+        (ValueError, "linear_bias has dtype torch.float64, which needs", {"linear_bias": torch.ones(7).double()}),
+        (TypeError, "logit_softcap must be a Python number, not a torch.Tensor", {"logit_softcap": torch.tensor(3.0)}),
+        (TypeError, "validate_labels=1 must be True or False", {"validate_labels": 1}),
         (ValueError, "implementation='fast'", {"implementation": "fast"}),
         (ValueError, "precision='fast' is ", {"precision": "fast"}),
         (TypeError, "precision=2 is ", {"precision": 2}),
@@ -167,6 +171,7 @@ def test_every_argument_is_described(name):
 
 VALIDATED = [(linear_cross_entropy, HEAD, 7), (linear_log_probs, HEAD, 7), (cross_entropy, LOGITS, 7),
              (vocab_parallel_cross_entropy, PART, 30), (vocab_parallel_log_probs, PART, 30)]  # fmt: skip
+SHIFTED = (linear_cross_entropy, linear_log_probs)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8])
@@ -175,8 +180,11 @@ def test_targets_outside_the_vocabulary_are_named_where_they_are_validated(funct
     for wrong in (-1, size):
         target = torch.tensor([-100, wrong, 0], dtype=dtype)
         message = rf"target\[1\]={wrong} is neither in \[0, vocab_size={size}\) nor ignore_index=-100"
-        with pytest.raises(ValueError, match=message):
-            function(**good | {"target": target}, validate_labels=True)
+        for shift in ({}, {"shift": 1}) if function in SHIFTED else ({},):
+            with pytest.raises(ValueError, match=message):
+                function(**good | {"target": target}, validate_labels=True, **shift)
+    if function in SHIFTED:  # the first one is no row's
+        function(**good | {"target": torch.tensor([size, 0, 6], dtype=dtype)}, validate_labels=True, shift=1)
     given = good | {"ignore_index": -1, "target": torch.tensor([-1, 0, 6], dtype=dtype)}
     if good is not PART:  # which needs a process group
         torch.testing.assert_close(function(**given, validate_labels=True), function(**given), rtol=0, atol=0)

@@ -277,6 +277,13 @@ def test_megatrons_hooks_still_see_a_gradient(head, tied):
     assert not tied or torch.equal(weight.grad, torch.ones_like(weight))
 
 
+@pytest.mark.parametrize("total", [torch.zeros(WIDTH, VOCABULARY), torch.zeros(VOCABULARY, WIDTH).long()])
+def test_a_main_grad_that_cannot_hold_the_gradient_is_named(head, total):
+    head[1].main_grad = total
+    with pytest.raises(ValueError, match=rf"linear_weight\.main_grad has .* it must be \({VOCABULARY}, {WIDTH}\)"):
+        linear_cross_entropy(*head).backward()
+
+
 def test_scalar_tensors_are_differentiated(head):
     numbers = {"logit_scale": 0.7, "z_loss": 0.1, "label_smoothing": 0.2, "normalizer": 7.0}
     given = {"input": head[0].detach(), "linear_weight": head[1].detach()}

@@ -181,7 +181,9 @@ def test_losses_of_routers_are_added(name):
     got = model(**batch(), **asked)
     torch.testing.assert_close(got.aux_loss, want.aux_loss)
     assert len(got.router_logits) == len(want.router_logits)
-    assert model(**batch(), output_router_logits=False).loss < want.loss
+    without = model(**batch(), output_router_logits=False)
+    assert without.loss < want.loss
+    assert without.aux_loss is without.router_logits is None
 
 
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):

@@ -64,6 +64,12 @@ def test_options_are_checked_when_the_module_is_made():
         LinearCrossEntropyLoss(8, 30, reduction="avg")
     with pytest.raises(TypeError, match=r"logit_scale is an nn\.Parameter"):
         LinearCrossEntropyLoss(8, 30, logit_scale=nn.Parameter(torch.ones(())))
+    wrong = {"implementation": "fast", "shift": -1, "vocab_size": 31, "scratch_bytes": 0}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            LinearCrossEntropyLoss(8, 30, **{name: value})
+    with pytest.raises(ValueError, match=r"class_weights has shape \(30,\); it must be \(29,\)"):
+        LinearCrossEntropyLoss(8, 30, vocab_size=29, class_weights=torch.ones(30))
 
 
 def test_taking_the_head_moves_its_use_and_not_its_parameters():
@@ -105,10 +111,11 @@ def test_taking_the_head_moves_its_use_and_not_its_parameters():
 
 
 def test_heads_that_began_on_the_meta_device_are_initialised_by_each_modules_reset_parameters():
-    """FSDP2's usual start. Each weight is drawn as an `nn.Linear`'s."""
+    """FSDP2's usual start. Each weight is drawn as an `nn.Linear`'s, and class weights are those that were given."""
+    classes = torch.rand(50)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 50))
-        parts = [nn.Linear(16, 50), LinearCrossEntropyLoss(16, 50, bias=True)]
+        parts = [nn.Linear(16, 50), LinearCrossEntropyLoss(16, 50, bias=True, class_weights=classes)]
     take_head(model, "1")
     drawn = []
     for part in (*parts, model):
@@ -123,6 +130,7 @@ def test_heads_that_began_on_the_meta_device_are_initialised_by_each_modules_res
     for weight, bias in drawn[1:]:
         assert torch.equal(weight, drawn[0][0])
         assert torch.equal(bias, drawn[0][1])
+    assert torch.equal(parts[1].class_weights, classes)
 
 
 class Cut(nn.Module):

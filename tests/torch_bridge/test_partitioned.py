@@ -12,7 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from pallas_ce import LowRank
 from tests.torch_bridge.models import VOCABULARY, batch, make, step
 from tests.torch_bridge.problems import LINEAR, head, value_and_gradients
-from torch_bridge import LinearCrossEntropyLoss, PipelineFusedLoss, linear_cross_entropy, patch_causal_lm
+from torch_bridge import (
+    LinearCrossEntropyLoss,
+    PipelineFusedLoss,
+    linear_cross_entropy,
+    linear_distillation,
+    patch_causal_lm,
+)
 from torch_bridge.integrations.trl import FusedHead
 
 Status = enum.Enum("Status", ["AVAILABLE", "NOT_AVAILABLE"])
@@ -174,3 +180,9 @@ def test_what_fsdp1_has_sharded_is_refused_by_name():
     for sharded in (part, weight):
         with pytest.raises(ValueError, match=r"linear_weight has .*FSDP1.*summon_full_params"):
             linear_cross_entropy(hidden, sharded, target)
+    weight = torch.ones(7, hidden.shape[-1])
+    for of in ({"linear_bias": part}, {"class_weights": part}, {"linear_weight": LowRank(weight, part, part)}):
+        with pytest.raises(ValueError, match=rf"{next(iter(of))}\S* has shape.*FSDP1"):
+            linear_cross_entropy(**{"input": hidden, "linear_weight": weight, "target": target} | of)
+    with pytest.raises(ValueError, match=r"teacher_weight has shape.*FSDP1"):
+        linear_distillation(hidden, weight, hidden, part)

@@ -5,14 +5,15 @@ A check returns the function by which the operator takes the tensor. Later calls
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
+import jax
 import torch
 from torch import Tensor, nn
 
 from pallas_ce import LowRank
 from pallas_ce.api import integration
-from pallas_ce.api.integration import PrecisionLike, label_rule
+from pallas_ce.api.integration import Implementation, PrecisionLike, label_rule
 from torch_bridge.autograd import NAMESPACE
 from torch_bridge.dlpack import exchange
 from torch_bridge.materialized.chunks import wide
@@ -58,14 +59,12 @@ class Head(NamedTuple):
 
 def weight(given: Tensor | LowRank) -> LowRank:
     """The tensors of a weight `[V', H]`; `up` and `down` are None where it has no term."""
-    read: LowRank = integration.read_weight(given, floating, "linear_weight")
+    read: LowRank = integration.read_weight(given, operand, "linear_weight")
     if read.weight.ndim != 2:
-        order = _ORDER if read.weight.ndim > 2 else ""
-        order = f": {exchange.SHARDED}" if getattr(read.weight, "_fsdp_flattened", False) else order
-        raise ValueError(f"linear_weight has shape {tuple(read.weight.shape)}; it must be [V, H]{order}")
+        raise _wrong_shape("linear_weight", read.weight, "[V, H]", _ORDER if read.weight.ndim > 2 else "")
     if read.up is not None:
         if read.up.ndim != 2 or not read.up.shape[1]:
-            raise ValueError(f"linear_weight.up has shape {tuple(read.up.shape)}; it must be [V, r], r at least 1")
+            raise _wrong_shape("linear_weight.up", read.up, "[V, r], r at least 1")
         rank = read.up.shape[1]
         shape("linear_weight.up", read.up, (read.weight.shape[0], rank))
         shape("linear_weight.down", read.down, (rank, read.weight.shape[1]))
@@ -76,9 +75,9 @@ def head(input: Tensor, of_weight: Tensor | LowRank, **options: Any) -> Head:
     """Checks a head's tensors, and which of a call's options decide over them; programs check all others."""
     read, linear_bias = weight(of_weight), options.get("linear_bias")
     rows, width = read.weight.shape
-    floating("input", input)
+    operand("input", input)
     if linear_bias is not None:
-        floating("linear_bias", linear_bias)
+        operand("linear_bias", linear_bias)
     if input.ndim < 1:
         raise ValueError("input is a scalar; it must be [..., H]")
     if input.shape[-1] != width:
@@ -116,9 +115,9 @@ def teacher(
     """Checks a teacher's tensors, constants; what the operator takes of them. `size` is the student's V."""
     for name, tensor in (("teacher_input", input), ("teacher_weight", weight), ("teacher_bias", bias)):
         if tensor is not None:
-            floating(name, tensor)
+            operand(name, tensor)
     if weight.ndim != 2:
-        raise ValueError(f"teacher_weight has shape {tuple(weight.shape)}; it must be [V, H_t]")
+        raise _wrong_shape("teacher_weight", weight, "[V, H_t]")
     shape("teacher_input", input, (*leading, weight.shape[1]), _order(input.shape[:-1], leading, size))
     shape("teacher_bias", bias, weight.shape[:1])
     dtype, rows = _of_products(input), by_row(leading)
@@ -169,6 +168,11 @@ def kept(options: Mapping[str, Any]) -> None:
     reduction, backward = options.get("reduction", "mean"), options.get("backward", "auto")
     integration.checks.check_reduction(reduction, options.get("normalizer"), backward)
     scalars(torch.float32, options, "label_smoothing", "z_loss", "logit_scale", "normalizer")
+    if (implementation := options.get("implementation")) is not None:
+        integration.checks.choice("implementation", implementation, get_args(Implementation))
+    integration.checks.shift(options.get("shift", 0), (), (1,))  # labels and rows are not known yet
+    integration.checks.scratch(options.get("scratch_bytes"))
+    integration.checks.ignored(options.get("ignore_index", -100))
 
 
 def of_tokens(token_weights: Tensor | None, leading: Sequence[int], shift: int = 0) -> Take | None:
@@ -212,6 +216,15 @@ def floating(name: str, tensor: Any) -> Tensor:
     return cast(Tensor, tensor)
 
 
+def operand(name: str, tensor: Any) -> Tensor:
+    """`floating`, of a head: its products are JAX's."""
+    if floating(name, tensor).dtype == torch.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"{name} has dtype torch.float64, which needs JAX's 64-bit mode: jax.config.update('jax_enable_x64', True)"
+        )
+    return cast(Tensor, tensor)
+
+
 def size(vocab_size: int | None, most: int, of: str) -> int:
     """V, which is `most` by default."""
     if vocab_size is None:
@@ -240,7 +253,7 @@ def labels(
 ) -> Take:
     """int32 or int64 `[N]` of integers, with `several` or `[N, K]`: each row's of `shift` positions later.
 
-    With `validate_labels` their values are read, and ones outside the vocabulary of that size raise a ValueError.
+    With `validate_labels` the rows' are read, and ones outside the vocabulary of that size raise a ValueError.
     """
     _integers("target", target)
     if target.shape != leading and not (several and _several(target, leading)):
@@ -249,7 +262,12 @@ def labels(
         order = _CLASSES_LAST if target.shape == (*leading[:1], *leading[2:], size) and leading[1:] else order
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}{order}")
     take, ignored = _ids(target, leading, shift), integration.checks.ignored(ignore_index)
-    return (lambda x: take(_with_valid_values(x, size, ignored))) if validate_labels else take
+    if not isinstance(validate_labels, bool):
+        raise TypeError(f"{validate_labels=} must be True or False")
+    if not validate_labels:
+        return take
+    shift, axis = integration.checks.shift(shift, target, tuple(leading)), len(leading) - 1
+    return lambda x: take(_with_valid_values(x, size, ignored, shift, axis))
 
 
 def _order(of_tokens: Sequence[int], leading: Sequence[int], size: int) -> str:
@@ -298,13 +316,13 @@ def _by_row_shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: 
 
 # An operator, which torch.compile does not trace. Its result is used, so that it stays in the program.
 @torch.library.custom_op(f"{NAMESPACE}::with_valid_values", mutates_args=())
-def _with_valid_values(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
-    label_rule.check(target.numpy(force=True), ignore_index, vocab_size, "target")
+def _with_valid_values(target: Tensor, vocab_size: int, ignore_index: int | None, shift: int, axis: int) -> Tensor:
+    label_rule.check(target.numpy(force=True), ignore_index, vocab_size, "target", shift, axis)
     return target.clone()
 
 
 @_with_valid_values.register_fake
-def _(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
+def _(target: Tensor, vocab_size: int, ignore_index: int | None, shift: int, axis: int) -> Tensor:
     return torch.empty_like(target)
 
 
@@ -314,7 +332,12 @@ def shape(name: str, tensor: Tensor | None, expected: Sequence[int], hint: str =
         return
     exchange.check_dense(name, tensor)
     if tensor.shape != tuple(expected):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}{hint}")
+        raise _wrong_shape(name, tensor, tuple(expected), hint)
+
+
+def _wrong_shape(name: str, tensor: Tensor, expected: Any, hint: str = "") -> ValueError:
+    hint = f": {exchange.SHARDED}" if getattr(tensor, "_fsdp_flattened", False) else hint
+    return ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {expected}{hint}")
 
 
 def temperature(value: float | Tensor, leading: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:

@@ -76,8 +76,13 @@ class LinearCrossEntropyLoss(nn.Module):
         self._take(cast(nn.Parameter, initial.weight), initial.bias, class_weights, options)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew as `torch.nn.Linear` does, in place: for models that began on the meta device."""
+        """Draws the parameters anew as `torch.nn.Linear` does, in place: for models that began on the meta device.
+
+        The class weights are again those that were given, which `to_empty` loses.
+        """
         nn.Linear.reset_parameters(cast(nn.Linear, self))
+        if self.class_weights is not None:
+            self.class_weights.copy_(cast(Tensor, self.given_class_weights))
 
     @classmethod
     def shared_with(cls, layer: nn.Module, *, class_weights: Tensor | None = None, **options: Any) -> Self:
@@ -103,9 +108,12 @@ class LinearCrossEntropyLoss(nn.Module):
         if own := [name for name, x in options.items() if isinstance(x, nn.Parameter)]:
             raise TypeError(f"{own[0]} is an nn.Parameter, which this module would not own: call linear_cross_entropy")
         checks.kept(options)
+        size = checks.size(options.get("vocab_size"), partitioned.whole_shape(weight)[0], "the weight's rows")
+        checks.shape("class_weights", class_weights, (size,))
         self.weight = weight
         self.register_parameter("bias", bias)
         self.register_buffer("class_weights", class_weights, persistent=False)
+        self.given_class_weights = class_weights
         self.options = options
 
     def forward(

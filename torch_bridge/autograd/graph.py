@@ -170,9 +170,15 @@ def _main_grad(ctx: Any, asked: Sequence[str]) -> tuple[Any, Tensor | None]:
     node is not the leaf's, and `.grad` is filled.
     """
     node = ctx.next_functions[WEIGHT][0]
-    weight = getattr(node, "variable", None)
+    weight: Any = getattr(node, "variable", None)
     accumulates = "linear_weight" in asked and _is_executed(node) is not None
-    return weight, getattr(weight, "main_grad", None) if accumulates else None
+    total = getattr(weight, "main_grad", None) if accumulates else None
+    if total is not None and not (total.shape == weight.shape and total.is_floating_point()):
+        raise ValueError(
+            f"linear_weight.main_grad has shape {tuple(total.shape)} and dtype {total.dtype}; it must be "
+            f"{tuple(weight.shape)}, of a floating dtype"
+        )
+    return weight, total
 
 
 def _arrives(weight: Any, total: Tensor, gradient: Tensor | None) -> Tensor | None:

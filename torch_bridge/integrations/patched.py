@@ -7,6 +7,7 @@ wrapping and unwrapping. Models of one kind share the class, and each holds its 
 import dataclasses
 import functools
 import inspect
+import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -109,18 +110,27 @@ def _class(own: Any) -> type:
     """The patched class of a class of transformers; transformers writes its name, the same, into configurations."""
     theirs = own.forward
     signature = inspect.signature(theirs)
+    kind = _output(signature.return_annotation)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = of(self)
         if patch is None:
             return theirs(self, *args, **kwargs)
-        return _forward(theirs, signature, patch, self, *args, **kwargs)
+        return _forward(theirs, signature, kind, patch, self, *args, **kwargs)
 
     functools.update_wrapper(forward, theirs)
     del forward.__wrapped__  # type: ignore[attr-defined]  # whoever unwraps a forward is to stop here
     forward.__signature__ = signature  # type: ignore[attr-defined]
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(own.__name__, (_Patched, own), {**names, "forward": forward, "_own_class": own})
+
+
+def _output(stated: Any) -> Any:
+    """The class of outputs that a forward states to return; where it does not say, what most models return."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    fields = ((x, getattr(x, "__dataclass_fields__", ())) for x in (stated, *typing.get_args(stated)))
+    return next((x for x, names in fields if {"loss", "logits"}.issubset(names)), CausalLMOutputWithPast)
 
 
 def _check_arguments(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> None:
@@ -145,6 +155,7 @@ def _serve(model: Any, patch: Patch) -> None:
 def _forward(
     theirs: Callable[..., Any],
     signature: inspect.Signature,
+    kind: Any,
     patch: Patch,
     model: Any,
     *args: Any,
@@ -171,7 +182,7 @@ def _forward(
             )
         return theirs(model, *args, **kwargs)
 
-    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
     for_backbone = {name: value for name, value in given.items() if name not in _FOR_THE_HEAD and value is not None}
     if with_routers := causal_lm.with_routers(model, given.get("output_router_logits")):
@@ -217,9 +228,8 @@ def _forward(
         )
     loss = loss.reshape(items.shape) if of_a_vector else loss
     further: dict[str, Any] = {}
-    kind: Any = CausalLMOutputWithPast
     if with_routers:
-        kind = MoeCausalLMOutputWithPast
+        kind = kind if "aux_loss" in kind.__dataclass_fields__ else MoeCausalLMOutputWithPast
         if routers := causal_lm.router_loss(model, out.get("router_logits"), given.get("attention_mask")):
             further["aux_loss"] = routers[0].to(loss.device)
             loss = loss + routers[1] * further["aux_loss"] if reduction in (None, "mean") else loss
