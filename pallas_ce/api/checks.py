@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -53,6 +53,8 @@ def _is_tensor(value: Any) -> bool:
 def array(name: str, value: Any) -> jax.Array:
     """`value` as a JAX array."""
     no_tensor(name, value)
+    if isinstance(value, Mapping):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be one array")
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from pallas_ce.api import checks
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
@@ -108,6 +109,9 @@ class LossConfig:
             document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (RecursionError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} cannot be read as TOML: {error}") from error
+        sections = (name for name, x in document.items() if isinstance(x, dict) and "loss_fn" in x)
+        if "train" not in document and (other := next(sections, None)):
+            raise ValueError(f"{path} sets loss_fn in its section [{other}] and has no section [train]; move it there")
         return cls.from_mapping({"train": {}} | document, str(path))
 
 
@@ -209,10 +213,10 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
     for option, value in {"label_smoothing": smoothing, "logit_softcap": softcap}.items():
         if value:
             raise ValueError(f"{option}={value} is not read by loss_fn={name!r}, a loss of your own: leave it at 0.0")
-    return _with_z_loss(loss_fn, takes, z_loss) if z_loss else loss_fn
+    return _with_z_loss(name, loss_fn, takes, z_loss) if z_loss else loss_fn
 
 
-def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
+def _with_z_loss(called: str, loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
     """The loss with `z_weight·mean(lse²)` added, the mean over the labels that count."""
     z_term = mean_squared_lse if takes == "logits" else functools.partial(linear_loss, _squared_lse)
     known = inspect.signature(z_term).parameters
@@ -227,7 +231,10 @@ def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
                 )
         # The options that say which logits and labels there are.
         of_z = {name: value for name, value in options.items() if name in known}
-        return loss_fn(*arrays, **options) + z_weight * z_term(*arrays, **of_z)
+        loss = loss_fn(*arrays, **options)
+        if jnp.shape(loss):
+            raise ValueError(f"loss_fn={called!r} returned the shape {jnp.shape(loss)}; a registered loss is a scalar")
+        return loss + z_weight * z_term(*arrays, **of_z)
 
     return with_z_loss
 

@@ -155,6 +155,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"row_loss": lambda s: s.log_prob, "labels": None}, ValueError, "labels is None, so .*s.log_prob are None"),
         ({"row_loss": lambda s: -s.log_prob, "labels": None}, TypeError, "labels is None, so .*s.log_prob are None"),
         ({"row_inputs": (1.0, np.ones(3))}, ValueError, r"row_inputs\[1\] has shape \(3,\); it must be a scalar or"),
+        ({"row_inputs": ({"a": 1.0},)}, TypeError, r"row_inputs\[0\] is a dict; it must be one array"),
         ({"labels": None, "validate_labels": True}, ValueError, "validate_labels=True needs labels, which is None"),
         ({"labels": None, "shift": 1}, ValueError, "shift=1 needs labels, which is None"),
     ],

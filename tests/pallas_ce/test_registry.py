@@ -91,12 +91,13 @@ WHOLE: list[tuple[str, type[Exception], str]] = [
     ("train = 3", ValueError, r"\[train\] of .*run.toml is 3; it must be a section"),
     ("[train", ValueError, "run.toml cannot be read as TOML: Expected"),
     ("z_loss_weight = 0.1", ValueError, r"run.toml sets z_loss_weight outside its section \[train\]; move it there"),
+    ("[trian]\nloss_fn = 'x'", ValueError, r"run.toml sets loss_fn in its section \[trian\] and has no"),
     ("a = " + 5000 * "[" + 5000 * "]", ValueError, "run.toml cannot be read as TOML: "),
 ]
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "message"), [*((f"[train]\n{text}", *row) for text, *row in IN_TRAIN), *WHOLE], ids=range(13)
+    ("text", "kind", "message"), [*((f"[train]\n{text}", *row) for text, *row in IN_TRAIN), *WHOLE], ids=range(14)
 )
 def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, kind: Any, message: str) -> None:
     path = tmp_path / "run.toml"
@@ -167,6 +168,9 @@ def test_what_the_z_loss_or_a_users_loss_would_not_honour_is_refused() -> None:
     loss_fn = build_loss_fn({"loss_fn": "mine", "z_loss_weight": 0.5})
     with pytest.raises(ValueError, match=r"token_weights at a call of a registered loss with z_loss_weight=0\.5"):
         loss_fn(HIDDEN, LABELS, token_weights=1.0)
+    register_loss("by_row", lambda logits, labels: logits.sum(-1))
+    with pytest.raises(ValueError, match=r"loss_fn='by_row' returned the shape \(2, 7\); a registered"):
+        build_loss_fn({"loss_fn": "by_row", "z_loss_weight": 0.5})(HIDDEN, LABELS)
     with pytest.raises(ValueError, match=r"label_smoothing=0\.1 is not read by loss_fn='mine'"):
         build_loss_fn({"loss_fn": "mine", "label_smoothing": 0.1})
     with pytest.raises(ValueError, match=r"logit_softcap=30\.0 is not read by loss_fn='mine'"):

@@ -121,7 +121,8 @@ def policy_loss(
         kl_estimator: see `kl_estimate`.
         entropy_coefficient: the bonus' factor. The number 0 leaves it out.
         aggregation: "token_mean": over all tokens of the batch; "sequence_mean": of each sequence, then over the
-            sequences; "fixed_length": the sum over `length` and the number of sequences; "none": `[..., T]`.
+            sequences; "fixed_length": the sum over `length` and the number of sequences; "none": `[..., T]`. A sequence
+            without tokens is one of that number: where such pad the batch, pass `normalizer`.
         length: the constant of "fixed_length", usually the longest completion allowed.
         normalizer: replaces the number of tokens ("token_mean") or of sequences (the others) that the sum is divided
             by: the global batch's, where this is a part of it.
