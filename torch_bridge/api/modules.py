@@ -82,7 +82,7 @@ class LinearCrossEntropyLoss(nn.Module):
         """
         nn.Linear.reset_parameters(cast(nn.Linear, self))
         if self.class_weights is not None:
-            self.class_weights.copy_(cast(Tensor, self.given_class_weights))
+            self.class_weights.copy_(cast(Tensor, self._given_class_weights))
 
     @classmethod
     def shared_with(cls, layer: nn.Module, *, class_weights: Tensor | None = None, **options: Any) -> Self:
@@ -113,7 +113,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.register_buffer("class_weights", class_weights, persistent=False)
-        self.given_class_weights = class_weights
+        self._given_class_weights = class_weights
         self.options = options
 
     def forward(
