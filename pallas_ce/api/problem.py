@@ -143,8 +143,9 @@ class Problem:
             temperature = None
         shift = checks.shift(shift, labels, leading)
         if labels is not None:
-            values = leading, spec.vocab_size, ignore_index, validate_labels
-            labels = checks.labels(labels, *values, several=several, shift=shift)
+            labels = checks.labels(
+                labels, leading, spec.vocab_size, ignore_index, validate_labels, several=several, shift=shift
+            )
         elif validate_labels:
             raise ValueError("validate_labels=True needs labels, which is None")
         if shift:

@@ -1,5 +1,6 @@
 """`torch.compile` and `torch.library`'s own checks."""
 
+import jax
 import pytest
 import torch
 
@@ -100,6 +101,15 @@ def test_a_compiled_function_is_the_eager_one_without_graph_breaks(name, dynamic
     with torch._dynamo.config.patch(error_on_recompile=bool(dynamic) and name in LINEAR):
         sizes = (12, 7, 30, 300) if dynamic else (12, 7, 30)
         assert_as_eager(compiled, FUNCTIONS[name], sizes, 1e-6, 1e-7 if name in LINEAR else 1e-6)
+
+
+def test_a_compiled_function_of_float64_computes_in_it():
+    hidden, weight, target, _ = problem()
+    given = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), target
+    with jax.enable_x64(True):
+        compiled = torch.compile(lambda *given: linear_cross_entropy(*given), fullgraph=True, backend="aot_eager")
+        got, want = (value_and_gradients(way, *given) for way in (compiled, linear_cross_entropy))
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.nightly

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast, get_args
 
-import jax
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +58,7 @@ class Head(NamedTuple):
 
 def weight(given: Tensor | LowRank) -> LowRank:
     """The tensors of a weight `[V', H]`; `up` and `down` are None where it has no term."""
-    read: LowRank = integration.read_weight(given, operand, "linear_weight")
+    read: LowRank = integration.read_weight(given, floating, "linear_weight")
     if read.weight.ndim != 2:
         raise _wrong_shape("linear_weight", read.weight, "[V, H]", _ORDER if read.weight.ndim > 2 else "")
     if read.up is not None:
@@ -75,9 +74,9 @@ def head(input: Tensor, of_weight: Tensor | LowRank, **options: Any) -> Head:
     """Checks a head's tensors, and which of a call's options decide over them; programs check all others."""
     read, linear_bias = weight(of_weight), options.get("linear_bias")
     rows, width = read.weight.shape
-    operand("input", input)
+    floating("input", input)
     if linear_bias is not None:
-        operand("linear_bias", linear_bias)
+        floating("linear_bias", linear_bias)
     if input.ndim < 1:
         raise ValueError("input is a scalar; it must be [..., H]")
     if input.shape[-1] != width:
@@ -115,7 +114,7 @@ def teacher(
     """Checks a teacher's tensors, constants; what the operator takes of them. `size` is the student's V."""
     for name, tensor in (("teacher_input", input), ("teacher_weight", weight), ("teacher_bias", bias)):
         if tensor is not None:
-            operand(name, tensor)
+            floating(name, tensor)
     if weight.ndim != 2:
         raise _wrong_shape("teacher_weight", weight, "[V, H_t]")
     shape("teacher_input", input, (*leading, weight.shape[1]), _order(input.shape[:-1], leading, size))
@@ -216,15 +215,6 @@ def floating(name: str, tensor: Any) -> Tensor:
     return cast(Tensor, tensor)
 
 
-def operand(name: str, tensor: Any) -> Tensor:
-    """`floating`, of a head: its products are JAX's."""
-    if floating(name, tensor).dtype == torch.float64 and not jax.config.read("jax_enable_x64"):
-        raise ValueError(
-            f"{name} has dtype torch.float64, which needs JAX's 64-bit mode: jax.config.update('jax_enable_x64', True)"
-        )
-    return cast(Tensor, tensor)
-
-
 def size(vocab_size: int | None, most: int, of: str) -> int:
     """V, which is `most` by default."""
     if vocab_size is None:
@@ -253,7 +243,7 @@ def labels(
 ) -> Take:
     """int32 or int64 `[N]` of integers, with `several` or `[N, K]`: each row's of `shift` positions later.
 
-    With `validate_labels` the rows' are read, and ones outside the vocabulary of that size raise a ValueError.
+    With `validate_labels` these are read, and ones outside the vocabulary of that size raise a ValueError.
     """
     _integers("target", target)
     if target.shape != leading and not (several and _several(target, leading)):

@@ -83,6 +83,8 @@ class Operation:
         shapes = []
         for name, tensor in zip(self.tensors, tensors, strict=True):
             if tensor is not None:
+                if tensor.dtype != torch.int64:  # which is passed in words
+                    exchange.check_width(name, tensor)
                 sizes: tuple[int | None, ...] = tuple(map(int, tensor.shape[1:]))
                 if tensor.ndim:
                     sizes = (None if name in _BY_ROW else int(tensor.shape[0]), *sizes)

@@ -149,12 +149,17 @@ def _plain(name: str, tensor: torch.Tensor, in_words: bool = False) -> torch.Ten
     tensor = tensor.clone() if tensor.data_ptr() % alignment else tensor
     if in_words and tensor.dtype == torch.int64:
         return tensor.view(torch.int32)
+    check_width(name, tensor)
+    return tensor
+
+
+def check_width(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a dtype of 64 bits where JAX would narrow it."""
     if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise TypeError(
             f"{name} has dtype {_WIDE[tensor.dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
             "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
         )
-    return tensor
 
 
 def _import(given: Sequence[Any], to: Any, current: streams.Current | None) -> list[Any]:
